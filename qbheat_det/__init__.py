@@ -19,14 +19,17 @@
 name.
 
 Importing the package registers its backbones, meta-architectures and built-in data sets, and the
-``qbheat://`` addresses of the model zoo. It also imports the modules in ``$QBHEAT_IMPORT``.
+``qbheat://`` addresses of the model zoo. It also imports the modules in ``$QBHEAT_IMPORT``. If the
+home folder cannot be written, caches are in a temporary folder (see ``core/caches.py``).
 """
 
 import warnings
 from typing import TYPE_CHECKING
 
+from qbheat_det.core.caches import use_writable_caches
 from qbheat_det.core.environment import VERSION, import_own_modules, require_detectron2
 
+use_writable_caches()  # before libraries read the variables
 require_detectron2()  # raises an error that explains the installation
 
 with warnings.catch_warnings():

@@ -18,7 +18,7 @@ examples:
   # run an ONNX file written by qbheat export in onnxruntime
   qbheat predict --weights detector.onnx --images photos/
 
-exit code: 0 on success; 1 if a file was skipped; 2 if there are no results.
+exit code: 0 on success; 1 if a file was skipped or not drawn; 2 if there are no results.
 """
 
 import argparse
@@ -104,7 +104,9 @@ def run(args: argparse.Namespace) -> int:
         opts=args.opts,
     )
     print_report(report, args)
-    return (1 if report.num_images else 2) if report.skipped else 0
+    if report.skipped and not report.num_images:
+        return 2
+    return 1 if report.skipped or report.undrawn else 0
 
 
 def print_report(report: "Predictions", args: argparse.Namespace) -> None:
@@ -121,6 +123,8 @@ def print_report(report: "Predictions", args: argparse.Namespace) -> None:
         print(f"results: {args.json}")
     for path, reason in report.skipped:
         print(f"skipped {path}: {reason}", file=sys.stderr)
+    for path, reason in report.undrawn:
+        print(f"not drawn {path}: {reason}", file=sys.stderr)
     if report.skipped:
         print(f"could not be read: {len(report.skipped)}", file=sys.stderr)
 

@@ -40,6 +40,7 @@ from qbheat_det.data.checks import DataError, find_record_errors
 from qbheat_det.data.datasets.account import LeftOut
 from qbheat_det.engine.data_sources import leave_out_images, open_flags
 from qbheat_det.engine.run_flags import RunFlags
+from qbheat_det.evaluation import choose_max_detections
 from qbheat_det.inference.drawing import RGBImage, draw_instances
 
 from .plotting import add_heading, tile_images
@@ -305,6 +306,7 @@ def measure(inspection: Inspection, cfg: CfgNode) -> dict[str, str]:
         "boxes": f"{len(sides):,}",
         "crowd regions": f"{crowds:,}",
         "boxes in an image": _quantiles(per_image, "{:.0f}"),
+        "most boxes in an image / detections kept": _compare_with_limit(per_image),
         "box size (px)": _quantiles(sides, "{:.0f}"),
         "box size (share of image)": _quantiles(100 * relative, "{:.1f} %"),
         "small / medium / large": " / ".join(shares[:3]),
@@ -342,6 +344,13 @@ def draw_samples(inspection: Inspection, cfg: CfgNode, number: int) -> RGBImage 
 def _name_sample(record: Mapping[str, Any]) -> str:
     """Returns the name and size of a record's image file. The mapper has checked the size."""
     return f"{Path(record['file_name']).name}: {record['width']} x {record['height']}"
+
+
+def _compare_with_limit(per_image: NDArray[np.int64]) -> str:
+    """Returns the largest number of boxes, and the number of detections that runs keep for it."""
+    most = int(per_image.max(initial=0))
+    kept = choose_max_detections(most)
+    return f"{most:,} / {kept:,}" + " (the limit)" * (kept < most)
 
 
 def _quantiles(values: NDArray[np.number], form: str) -> str:

@@ -13,10 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
 from torchvision.ops import box_iou
 
-from qbheat_det.evaluation import complete_annotations
+from qbheat_det.evaluation import (
+    FastMatching,
+    choose_max_detections,
+    complete_annotations,
+    count_most_objects,
+)
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
@@ -52,7 +56,8 @@ class DetectionErrors:
     """D detections (``found``), B ground-truth boxes without crowds (``truth``), and their matches.
 
     COCO ignores a detection that overlaps a crowd of its class, or is not among the 100 highest
-    scores of its image and class. For such a detection, ``correct`` and ``wrong`` (D,) are False.
+    scores of its image and class (more if an image has more objects). For such a detection,
+    ``correct`` and ``wrong`` (D,) are False.
     ``matches`` (B,) has, for each box, the index of its correct detection (with any score), or -1.
     """
 
@@ -76,7 +81,8 @@ def evaluate_boxes(ground_truth: Entry, detections: Sequence[Entry]) -> Any:
             found = coco.loadRes([dict(entry) for entry in detections])
         else:
             found = _index({**coco.dataset, "annotations": []})
-        evaluator = COCOeval(coco, found, "bbox")
+        evaluator = FastMatching(coco, found, "bbox")
+        evaluator.params.maxDets[-1] = choose_max_detections(count_most_objects(coco.anns.values()))
         evaluator.evaluate()
         evaluator.accumulate()
     return evaluator
@@ -93,7 +99,7 @@ def _index(content: Entry) -> COCO:
 def score_detections(evaluator: Any) -> DetectionScores:
     """Computes metrics from ``evaluate_boxes``'s result. Classes without detections have AP 0."""
     # (T, R, K, A, M): IoU thresholds, recalls, classes, area ranges (the first is "all"), and
-    # maximum numbers of detections (the last is 100).
+    # maximum numbers of detections (the last is that of AP).
     precision = np.array(evaluator.eval["precision"], dtype=np.float64)[..., -1]
     precision[precision < 0] = np.nan  # -1 in COCO means that a class has no boxes
     classes = [entry["category_id"] for entry in evaluator.cocoGt.anns.values()

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The figure "detections" for detectors, and the figure "classes" for classifiers."""
 
+import dataclasses
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -86,6 +87,7 @@ def draw_detections(
             raise UserError(f"'{data}' has no boxes")
         register_source(data, source.val or source.train)
     sets: list[DetectionSet] = []
+    read: list[set[int]] = []  # the ids of the images that each run could read
 
     def evaluate(run: Run) -> RunDetections:
         run.require_kind("detector")
@@ -93,15 +95,20 @@ def draw_detections(
         # Converted data sets have a file for each run, so compare the contents.
         if sets and (dataset.image_root, dataset.content) != (sets[0].image_root, sets[0].content):
             raise NotApplicable(f"the test set of '{run.label}' is '{dataset.json_file}'")
-        evaluator = metrics.evaluate_boxes(dataset.content, _detect(run, dataset))
+        detections, image_ids = _detect(run, dataset)
+        content = keep_images(dataset.content, image_ids)
+        evaluator = metrics.evaluate_boxes(content, detections)
         sets.append(dataset)
+        read.append(image_ids)
         errors = metrics.find_errors(evaluator)
         chosen = metrics.choose_threshold(errors) if threshold is None else threshold
         scores = metrics.score_detections(evaluator)
         return RunDetections(run.label, scores, errors, chosen, run.weights)
 
     results = run_each(runs, evaluate, nothing="no detections")
-    dataset, found = sets[0], list(results.found.values())
+    found = list(results.found.values())
+    content = keep_images(sets[0].content, set.intersection(*read))
+    dataset = dataclasses.replace(sets[0], content=content)
     about = f"AP on {len(dataset.content['images']):,} images."
     images = {"ap": chart_image(plot_ap(found, dataset.class_names), caption=about)}
     images |= draw_predictions(dataset, found, options.num_images)
@@ -132,9 +139,16 @@ def read_set(name: str) -> DetectionSet:
     return DetectionSet(name, Path(json_file), root, content, names, ids)
 
 
+def keep_images(content: dict[str, Any], image_ids: set[int]) -> dict[str, Any]:
+    """Returns COCO's lists without the images that are not in ``image_ids``, and their objects."""
+    images = [one for one in content["images"] if one["id"] in image_ids]
+    annotations = [one for one in content["annotations"] if one["image_id"] in image_ids]
+    return {**content, "images": images, "annotations": annotations}
+
+
 @torch.no_grad()
-def _detect(run: Run, dataset: DetectionSet) -> list[dict[str, Any]]:
-    """Returns the detections of a run on all images of a dataset, in COCO format."""
+def _detect(run: Run, dataset: DetectionSet) -> tuple[list[dict[str, Any]], set[int]]:
+    """Returns the detections of a run, in COCO format, and the ids of the images it could read."""
     names = tuple(run.cfg.MODEL.CLASS_NAMES)
     if names != dataset.class_names:
         raise NotApplicable(
@@ -142,7 +156,11 @@ def _detect(run: Run, dataset: DetectionSet) -> list[dict[str, Any]]:
             f"({join_first(dataset.class_names)})"
         )
     if stored := run.find_detections(dataset.name):
-        return list(json.loads(stored.read_bytes()))
+        every = stored.with_name("instances_predictions.pth")
+        image_ids = {one["id"] for one in dataset.content["images"]}
+        if every.is_file():  # also lists images without detections
+            image_ids = {one["image_id"] for one in torch.load(every, weights_only=True)}
+        return list(json.loads(stored.read_bytes())), image_ids
     loader = Trainer.build_test_loader(run.cfg, dataset.name)
     model = run.model
     found = (
@@ -151,11 +169,13 @@ def _detect(run: Run, dataset: DetectionSet) -> list[dict[str, Any]]:
         for entry, output in zip(inputs, model(inputs), strict=True)
     )
     results: list[dict[str, Any]] = []
+    image_ids = set()
     for image_id, boxes in merge_images(found):
+        image_ids.add(image_id)
         results += instances_to_coco_json(boxes, image_id)
     for entry in results:
         entry["category_id"] = dataset.category_ids[entry["category_id"]]
-    return results
+    return results, image_ids
 
 
 @plotting.themed

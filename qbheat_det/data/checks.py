@@ -3,7 +3,7 @@
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -50,6 +50,24 @@ def raise_first(errors: Sequence[DataError]) -> None:
 def join_messages(errors: Iterable[DataError]) -> str:
     """Returns one line with the first ten messages and the number of the remaining ones."""
     return join_first((error.message for error in errors), 10, separator="; ")
+
+
+def count_files(records: Sequence[Record]) -> int:
+    """Returns the number of images: a record without a file, and all records of a file, are one."""
+    return len({record.get("file_name", index) for index, record in enumerate(records)})
+
+
+def refuse_broken_half(errors: Mapping[str, DataError], num_files: int, use: str) -> None:
+    """Raises a ``UserError`` if more than half of ``num_files`` images have an error.
+
+    ``errors`` maps each broken image to its error, and ``use`` names what the images are for.
+    """
+    if 2 * len(errors) > num_files:
+        raise UserError(
+            f"{len(errors):,} of {num_files:,} images for {use} cannot be read, such as "
+            f"{next(iter(errors.values())).message}: repair them and start again "
+            "(--resume continues a training run)"
+        )
 
 
 def check_input_keys(*rows: tuple[str, object, bool, str]) -> None:

@@ -15,7 +15,7 @@ from detectron2.data.samplers import InferenceSampler
 from torch import is_tensor
 from torch.utils.data import DataLoader
 
-from qbheat_det.data.checks import DataError
+from qbheat_det.data.checks import DataError, count_files
 from qbheat_det.modeling.contracts import get_views
 
 from .datasets.image_folder import load_classes
@@ -28,8 +28,9 @@ BATCH_SIZE = 64
 class ImageBatches(Iterable[list[dict[str, Any]]]):
     """Iterates over the images of a data set in batches and in order, any number of times.
 
-    ``skipped`` maps each unreadable image to its error. The batches do not use the shared memory of
-    the worker processes, so callers may keep any number of them.
+    ``skipped`` maps each unreadable image to its error, and ``num_files`` is the number of images
+    of all processes. The batches do not use the shared memory of the worker processes, so callers
+    may keep any number of them.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
             generator=torch.Generator(),  # the default draws from the global generator
         )
         self.skipped: dict[str, DataError] = {}
+        self.num_files = count_files(records)
 
     def __len__(self) -> int:
         return len(self._loader)

@@ -9,6 +9,7 @@ For a JPEG, a check reads only the header and the last bytes, so it misses damag
 these bytes look wrong, or the file has another format, it is decoded as in training.
 """
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +47,7 @@ _ORIENTATION = 0x0112  # EXIF tag; its values from 5 on swap width and height
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
 REDUCTIONS: tuple[int, ...] = (8, 4, 2)  # factors by which JPEGs are scaled down in decoding
 _RGB = ImageReadMode.RGB.value
+_OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors unrelated to the file
 _CLIPPED = "pixels of mode {} would be clipped to 8 bits: convert the file"
 
 
@@ -206,6 +208,26 @@ def _find_image_error(record: dict[str, Any]) -> DataError | None:
         return None
     named = f" (image id {record['image_id']})" if "image_id" in record else ""
     return DataError(found[0], f"image {path!r}{named}", found[1])
+
+
+def name_unreadable(path: str, error: Exception) -> DataError:
+    """Returns the error of an image whose reading failed with ``error``.
+
+    Raises ``error`` again if the process caused it, such as by too many open files or no memory.
+    """
+    if isinstance(error, MemoryError):
+        raise error
+    if isinstance(error, OSError) and error.errno in _OF_THE_PROCESS:
+        raise error
+    # Pillow's message about an unknown format names the open file instead of the reason.
+    is_other = isinstance(error, UnidentifiedImageError)
+    reason = f"{type(error).__name__}: {'not an image' if is_other else one_line(error)}"
+    return DataError("unreadable image", f"image {path!r}", reason)
+
+
+def is_readable(record: dict[str, Any]) -> bool:
+    """Whether training can use the image file of a record, which is decoded as a whole."""
+    return _read_as_training(record["file_name"], record) is None
 
 
 def check_depth(path: str) -> None:

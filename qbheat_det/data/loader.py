@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import IMAGE, preserved_randomness, seed_place
-from qbheat_det.data.checks import DataError
+from qbheat_det.data.checks import DataError, count_files, refuse_broken_half
 from qbheat_det.modeling.contracts import TILE, UNLABELLED
 
 from .datasets.image_folder import list_classes, load_classes
@@ -47,9 +47,10 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         start: the step at which the next iterator starts.
         mapper: the mapper that the next iterator uses.
         fingerprint: checksum of the records. A run can only be resumed with the same records.
-        skipped: maps each image that this process skipped to its error.
+        skipped: maps each labelled or unlabelled image that this process skipped to its error.
         num_images: number of labelled and unlabelled images, from which the length of an epoch is
-            computed.
+            computed. Each tile counts as an image.
+        num_files: number of labelled and unlabelled images, without their tiles.
         unlabelled: stream of unlabelled images. Each labelled image's dict gets some of them, as a
             list with the key ``UNLABELLED``.
         burn_in: first step with unlabelled images.
@@ -92,7 +93,8 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         self.num_images, self.batch_size, self.seed = len(dataset), batch_size, seed
         self.fingerprint = fingerprint_records(dataset)
         self.start = 0
-        self.skipped: dict[str, DataError] = {}
+        self._skipped: dict[str, DataError] = {}
+        self._num_own = self.num_files = count_files(dataset)
         self._wide = _are_wide(dataset) if aspect_ratio_grouping else None
         # Forked workers share one serialized array instead of copying records.
         self.dataset = DatasetFromList(list(dataset), copy=False, serialize=True)
@@ -102,10 +104,16 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         self.unlabelled, self.burn_in = unlabelled, 0
         if unlabelled:
             self.num_images += unlabelled.num_images
+            self.num_files += unlabelled.num_files
             self.fingerprint = zlib.crc32(str(unlabelled.fingerprint).encode(), self.fingerprint)
-            unlabelled.skipped = self.skipped
+
+    @property
+    def skipped(self) -> dict[str, DataError]:
+        others = self.unlabelled.skipped if self.unlabelled else {}
+        return self._skipped | others
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        """Yields the batches. Raises a ``UserError`` if more than half of the images are broken."""
         # A generator starts the workers at the first batch, after a resumed run has set ``start``
         # and ``seed``.
         rank, world_size = comm.get_rank(), comm.get_world_size()
@@ -125,7 +133,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         try:
             for step, batch in enumerate(batches, start=self.start):
                 for image in batch:
-                    self.skipped.update({e.where: e for e in image.pop(_SKIPPED, ())})
+                    self._add_skipped(image.pop(_SKIPPED, ()))
                 if self.unlabelled and step >= self.burn_in:
                     for image, part in zip(batch, cut(next(others), len(batch)), strict=True):
                         image[UNLABELLED] = part
@@ -135,6 +143,11 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             del batches  # takes some seconds, as workers ignore SIGTERM
             for worker in workers:
                 worker.kill()
+
+    def _add_skipped(self, errors: Sequence[DataError]) -> None:
+        if errors:
+            self._skipped |= {error.where: error for error in errors}
+            refuse_broken_half(self._skipped, self._num_own, "training")
 
     def _iterate_unlabelled(self) -> Generator[list[dict[str, Any]]]:
         if self.unlabelled:

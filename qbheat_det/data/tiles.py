@@ -180,9 +180,13 @@ def merge_images(found: Iterable[Found]) -> Iterator[tuple[Any, Instances]]:
 class TiledEvaluator(DatasetEvaluator):
     """Merges predictions on images and their tiles before another evaluator gets them."""
 
-    def __init__(self, evaluator: DatasetEvaluator) -> None:
-        """``evaluator`` evaluates boxes in whole images."""
+    def __init__(self, evaluator: DatasetEvaluator, tile: int) -> None:
+        """``evaluator`` evaluates boxes in whole images. ``tile`` is the side of tiles in pixels.
+
+        Images that became unreadable before the last of their tiles are left out.
+        """
         self._evaluator = evaluator
+        self._tile = tile
         self._found: list[Found] = []
 
     def reset(self) -> None:
@@ -198,6 +202,17 @@ class TiledEvaluator(DatasetEvaluator):
         """Merges the predictions of all processes. Returns results on the main process."""
         # The tiles of an image may be on two processes.
         gathered = itertools.chain.from_iterable(comm.gather(self._found, dst=0))
-        for image_id, boxes in merge_images(gathered):
+        whole = itertools.chain.from_iterable(
+            group
+            for _, each in itertools.groupby(gathered, key=lambda one: one[0])
+            if self._is_complete(group := list(each))
+        )
+        for image_id, boxes in merge_images(whole):
             self._evaluator.process([{"image_id": image_id}], [{"instances": boxes}])
         return self._evaluator.evaluate()
+
+    def _is_complete(self, found: Sequence[Found]) -> bool:
+        """Whether the boxes of an image are those of the whole image and of all of its tiles."""
+        _, first, boxes = found[0]
+        height, width = boxes.image_size
+        return first is None and len(found) == 1 + len(list_tiles(height, width, self._tile))

@@ -244,7 +244,7 @@ class SkippedImages(HookBase):
         new = [error for error in self._sorted() if error.where not in known]
         if new and comm.is_main_process():
             logger.warning(
-                f"{len(self.errors):,} of {self.trainer.data_loader.num_images:,} images were "
+                f"{len(self.errors):,} of {self.trainer.data_loader.num_files:,} images were "
                 f"skipped so far, see {SKIPPED_FILE}; new: {join_messages(new)}"
             )
             text = "".join(f"{error.message}\n" for error in self._sorted())

@@ -43,13 +43,13 @@ logger = logging.getLogger(__name__)
 RUN_FILE = "run.json"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-# Keys that may change in a resumed run: device, speed, length and logs.
+# Keys that may change in a resumed run: device, speed, length, evaluation and logs.
 _FREE = (
     "CUDNN_BENCHMARK", "DATALOADER.NUM_WORKERS", "DATASETS.CHECK_IMAGES", "DATASETS.MAX_LEFT_OUT",
     "DATASETS.TEST",
     "FLOAT32_PRECISION", "MODEL.CACHE_FEATURES.FOLDER", "MODEL.CHANNELS_LAST", "MODEL.DEPLOY.*",
     "MODEL.DEVICE", "OUTPUT_DIR", "SOLVER.ACCUMULATE", "SOLVER.CHECKPOINT*", "SOLVER.KEEP_MEMORY",
-    "SOLVER.LOG_*", "TEST.*", "VIS_PERIOD",
+    "SOLVER.LOG_*", "TEST.*", "VIS_PERIOD", "MODEL.*.TOPK_CANDIDATES_TEST", "MODEL.RPN.*_TOPK_TEST",
 )  # fmt: skip
 _END = ("SOLVER.EPOCHS", "SOLVER.MAX_ITER", "SOLVER.MIN_ITER")
 

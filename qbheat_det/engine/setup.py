@@ -40,6 +40,7 @@ from .data_sources import (
     use_data_flags,
     write_data_files,
 )
+from .detection_limits import fit_detection_limits
 from .logs import filter_detectron2_logs, open_log
 from .mean_teacher import use_mean_teacher
 from .resume import check_start, name_last_checkpoint
@@ -103,6 +104,7 @@ def build_config(args: argparse.Namespace | RunFlags) -> CfgNode:
     for key, value in given.items() if num_classes else ():
         if key.endswith(".NUM_CLASSES") and value != str(num_classes) and "SEM_SEG" not in key:
             raise UserError(f"{key} is {value}, but the data have {num_classes} classes")
+    fit_detection_limits(cfg, given, eval_only=args.eval_only)
     if comm.is_main_process():
         _check_content(cfg, used, labelled)
     cfg.freeze()

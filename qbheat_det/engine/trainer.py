@@ -29,7 +29,7 @@ from qbheat_det.config import dump_config, find_memory_format, refuse_bad_values
 from qbheat_det.core.environment import find_commit
 from qbheat_det.core.errors import Interrupted, UserError
 from qbheat_det.core.files import replace_folders, write_atomically
-from qbheat_det.data import build_train_stream
+from qbheat_det.data import ImageBatches, build_train_stream
 from qbheat_det.feature_cache import TeacherFeatures, use_cached_features
 from qbheat_det.layers.depthwise import speed_up_depthwise
 from qbheat_det.modeling.contracts import needs_teacher, pretrain_only_modules
@@ -40,7 +40,7 @@ from qbheat_det.solver import (
     resolve_schedule,
 )
 
-from .evaluation import Evaluation, TestLoader, build_test_loader
+from .evaluation import Evaluation, build_test_loader
 from .hooks import EvalHook, PeriodicCheckpointer, SkippedImages, keep_memory
 from .launch import distribute
 from .logs import PeriodicWriter, describe_model, warn_of_weights
@@ -270,7 +270,7 @@ class Trainer(DefaultTrainer):
         return model.to(memory_format=find_memory_format(cfg))
 
     @classmethod
-    def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> TestLoader:
+    def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> ImageBatches:
         """Returns a loader of this process's share of a data set's images."""
         return build_test_loader(cfg, dataset_name)
 

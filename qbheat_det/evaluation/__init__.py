@@ -8,6 +8,8 @@ import itertools
 import math
 import os
 import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,12 +28,19 @@ from .classification import (
     rank_true_class,
     rank_true_classes,
 )
+from .coco_matching import FastMatching, FastMatchingMaxDets
 
 __all__ = [
-    "ClassificationEvaluator", "CocoEvaluator", "HeldOutLossEvaluator", "build_evaluator",
-    "complete_annotations", "find_confusions", "measure_ranks", "rank_true_class",
-    "rank_true_classes",
+    "MAX_DETECTIONS", "STANDARD_DETECTIONS", "ClassificationEvaluator", "CocoEvaluator",
+    "FastMatching", "HeldOutLossEvaluator", "build_evaluator", "choose_max_detections",
+    "complete_annotations", "count_most_objects", "find_confusions", "measure_ranks",
+    "rank_true_class", "rank_true_classes",
 ]  # fmt: skip
+
+STANDARD_DETECTIONS = 100
+"""Detections per image (and class) that COCO's AP counts, if no image has more objects."""
+MAX_DETECTIONS = 2000
+"""Largest result of ``choose_max_detections``."""
 
 
 def build_evaluator(cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
@@ -49,7 +58,24 @@ def build_evaluator(cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
             "'reconstruction': register it in COCO format"
         )
     evaluator = CocoEvaluator(dataset_name, output_dir=output_dir)
-    return TiledEvaluator(evaluator) if cfg.INPUT.TILE else evaluator
+    return TiledEvaluator(evaluator, cfg.INPUT.TILE) if cfg.INPUT.TILE else evaluator
+
+
+def count_most_objects(annotations: Iterable[Mapping[str, Any]]) -> int:
+    """Returns the largest number of annotations without crowds that have the same "image_id"."""
+    counts = Counter(one["image_id"] for one in annotations if not one.get("iscrowd", 0))
+    return max(counts.values(), default=0)
+
+
+def choose_max_detections(most: int) -> int:
+    """Returns the number of detections per image for images with up to ``most`` objects.
+
+    It is COCO's 100 for up to 100 objects, and else the next multiple of 100 above ``most``, but at
+    most ``MAX_DETECTIONS``.
+    """
+    if most <= STANDARD_DETECTIONS:
+        return STANDARD_DETECTIONS
+    return min(100 * (most // 100 + 1), MAX_DETECTIONS)
 
 
 class CocoEvaluator(COCOEvaluator):
@@ -58,6 +84,10 @@ class CocoEvaluator(COCOEvaluator):
     Both libraries give the same results. If there are no predictions, AP is 0. If there is no
     ground truth, AP is nan. In these cases, a warning is logged. Detectron2's own fast evaluation
     is not used, because it needs a compiled op that a pure-Python build lacks.
+
+    Images that were not processed, because they cannot be read, are left out with their ground
+    truth. If an image has more than 100 objects, AP counts more than COCO's 100 detections per
+    image and class, see ``choose_max_detections``.
     """
 
     def __init__(self, dataset_name: str, **arguments: Any) -> None:
@@ -73,6 +103,9 @@ class CocoEvaluator(COCOEvaluator):
         complete_annotations(self._coco_api.dataset)
         with contextlib.redirect_stdout(io.StringIO()):
             self._coco_api.createIndex()
+        if "max_dets_per_image" not in arguments:
+            most = count_most_objects(self._coco_api.anns.values())
+            self._max_dets_per_image = [1, 10, choose_max_detections(most)]
 
     def _eval_predictions(
         self, predictions: list[dict[str, Any]], img_ids: list[int] | None = None
@@ -93,12 +126,17 @@ class CocoEvaluator(COCOEvaluator):
             nothing = {"category_id": 0, "bbox": [0.0, 0.0, 0.0, 0.0], "score": 0.0}
             results = [{"image_id": predictions[0]["image_id"], **nothing}]
             predictions = [{**predictions[0], "instances": results}, *predictions[1:]]
+        if img_ids is None:
+            img_ids = sorted({prediction["image_id"] for prediction in predictions})
         printed = io.StringIO()
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.redirect_stdout(printed))
-            if self._use_fast_impl:  # it replaces Detectron2's compiled evaluation
-                from unittest import mock  # here, because it imports asyncio
+            from unittest import mock  # here, because it imports asyncio
 
+            # Detectron2 uses this class if more than 100 detections per image are counted.
+            fast = mock.patch.object(coco_evaluation, "COCOevalMaxDets", FastMatchingMaxDets)
+            stack.enter_context(fast)
+            if self._use_fast_impl:  # it replaces Detectron2's compiled evaluation
                 from faster_coco_eval import COCOeval_faster
 
                 patch = mock.patch.object(coco_evaluation, "COCOeval_opt", COCOeval_faster)

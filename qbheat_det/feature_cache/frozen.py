@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetFromList, build_detection_test_loader
-from detectron2.data.samplers import InferenceSampler
+from detectron2.data import DatasetFromList
 from detectron2.modeling import Backbone, GeneralizedRCNN
 from detectron2.modeling.backbone import FPN
 from detectron2.structures import Boxes, Instances
@@ -38,6 +37,7 @@ from qbheat_det.data import (
     load_test_set,
     number_records,
 )
+from qbheat_det.data.image_batches import BATCH_SIZE
 from qbheat_det.data.mappers import VIEW_ROW, choose_view
 from qbheat_det.modeling.contracts import (
     TILE,
@@ -128,7 +128,7 @@ class CachedFeatures:
             self._views[title] = mapper
         return self._make(title, AllViews(stream.dataset, self._views[title]), is_train=True)
 
-    def build_test_loader(self, cfg: CfgNode, dataset_name: str) -> Any:
+    def build_test_loader(self, cfg: CfgNode, dataset_name: str) -> ImageBatches:
         """Returns a loader of this process's share of a test set, with features instead of pixels.
 
         If ``prepare`` was not called for the current weights, encodes the test sets first.
@@ -139,11 +139,8 @@ class CachedFeatures:
                 self._make_test_sets()
         records, mapper = self._tests[dataset_name]
         workers = cfg.DATALOADER.NUM_WORKERS
-        if self._has_classes:
-            return ImageBatches(records, mapper=mapper, num_workers=workers)
-        return build_detection_test_loader(
-            records, mapper=mapper, sampler=InferenceSampler(len(records)), num_workers=workers
-        )
+        at_once = BATCH_SIZE if self._has_classes else 1  # detectors evaluate one image at a time
+        return ImageBatches(records, mapper=mapper, batch_size=at_once, num_workers=workers)
 
     @property
     def _device(self) -> torch.device:

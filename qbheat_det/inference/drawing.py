@@ -23,6 +23,7 @@ RGBImage = npt.NDArray[np.uint8]
 Color = tuple[int, int, int]
 BACKGROUND: Color = (24, 26, 30)
 """The color between images, and behind headings and labels."""
+_LONGEST_ENLARGED = 8192  # pixels; JPEG allows 65,500 and OpenCV 32,767
 _GOLDEN_ANGLE = 0.618034  # step between hues, so that adjacent classes differ clearly
 
 
@@ -64,9 +65,12 @@ def draw_boxes(
     *,
     min_side: int = 384,
 ) -> RGBImage:
-    """Draws boxes (n, 4) and labels. Enlarges images whose shorter side is below ``min_side``."""
+    """Draws boxes (n, 4) and labels. Enlarges images whose shorter side is below ``min_side``.
+
+    The longer side of an enlarged image is at most 8,192 pixels.
+    """
     height, width = image.shape[:2]
-    scale = max(1.0, min_side / min(height, width))
+    scale = max(1.0, min(min_side / min(height, width), _LONGEST_ENLARGED / max(height, width)))
     width, height = round(width * scale), round(height * scale)
     if scale > 1:
         image = np.asarray(cv2.resize(image, (width, height), interpolation=cv2.INTER_CUBIC))

@@ -14,6 +14,7 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
+from qbheat_det.core.text import one_line
 
 from .exported import EXPORTED_SUFFIXES, ExportedModel, ExportedPredictor, build_exported_scorer
 from .images import (
@@ -26,7 +27,7 @@ from .images import (
     read_rgb,
 )
 from .predict import Predictor, Scores, build_detector, build_scorer, find_boxes, is_classifier
-from .results import Format, Predictions, render_annotations
+from .results import Detections, Format, Predictions, render_annotations
 
 _TOP_CLASSES = 5
 
@@ -144,7 +145,8 @@ def predict_images(
 ) -> Predictions:
     """Predicts on images and videos, and draws the results into ``output_dir`` if it is given.
 
-    Unreadable files are skipped. The ids of images and frames start from 1.
+    Unreadable files are skipped, and an image that cannot be drawn costs only its drawing. The ids
+    of images and frames start from 1.
     """
     found = Predictions()
     pairs = zip(files, name_outputs(files), strict=True)
@@ -161,8 +163,23 @@ def predict_images(
                     if append:
                         append(kept.draw())
                     elif output:
-                        kept.save(output)
+                        _save_drawing(found, kept, output, file)
     return found
+
+
+def _save_drawing(found: Predictions, boxes: Detections, output: Path, file: InputFile) -> None:
+    """Writes the drawn image, or records the reason why it cannot be drawn.
+
+    Raises a ``UserError`` if no file can be written at ``output``.
+    """
+    try:
+        boxes.save(output)
+    except Exception as error:  # of Pillow or OpenCV, for example for very long images
+        cause = error.__cause__ if isinstance(error, UserError) else error
+        if isinstance(cause, OSError) and cause.errno is not None:  # of the folder or the disk
+            raise
+        output.unlink(missing_ok=True)
+        found.undrawn.append((str(file.path), one_line(cause or error)))
 
 
 def _open_file(file: InputFile) -> tuple[Iterator[NamedImage], float]:

@@ -150,6 +150,7 @@ class Predictions:
         num_images: number of images and videos that were predicted on.
         best_score: highest score of all boxes, including boxes below the threshold.
         skipped: (path, reason) of each unreadable file.
+        undrawn: (path, reason) of each image that could not be drawn. Its boxes are in ``results``.
     """
 
     results: list[dict[str, Any]] = field(default_factory=list)
@@ -157,6 +158,7 @@ class Predictions:
     num_images: int = 0
     best_score: float = 0.0
     skipped: list[tuple[str, str]] = field(default_factory=list)
+    undrawn: list[tuple[str, str]] = field(default_factory=list)
 
     def add(self, found: Detections, file: Path | None = None) -> None:
         """Adds the boxes of the next image or frame, from ``file``. Image ids start from 1."""

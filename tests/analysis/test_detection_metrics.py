@@ -162,6 +162,18 @@ def test_metrics_of_inference_are_those_computed_by_hand(data, tmp_path):
     assert all(path.stat().st_size for path in write_figure(figure, tmp_path / "figures"))
 
 
+def test_a_broken_image_is_left_out_with_its_boxes(tmp_path):
+    data = write_dataset(tmp_path / "data")
+    run = write_detector(tmp_path / "run", data)
+    (data / "images" / "3.png").write_bytes(b"no picture")
+    figure = draw(run, images=3, threshold=0.1)
+    assert figure.data["images"] == 2
+    assert figure.data["boxes"] == {"square": 1, "disc": 1}
+    # The only disc that is left is found.
+    assert figure.data["runs"]["run"]["class_ap"] == pytest.approx({"square": 0, "disc": 100})
+    assert sum(name.startswith("predictions") for name in figure.images) == 2
+
+
 def test_several_runs_are_shown_where_their_errors_differ_most(data, tmp_path, monkeypatch):
     counts = iter([Counter({1: 5, 2: 5}), Counter({1: 5, 2: 1, 3: 2})])  # by image id
     monkeypatch.setattr(detections.metrics, "count_errors_by_image", lambda *_: next(counts))

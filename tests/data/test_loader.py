@@ -129,6 +129,31 @@ def test_streams_that_cannot_be_are_refused(monkeypatch):
         build_train_stream(cfg)
 
 
+def test_a_stream_ends_when_more_than_half_of_its_files_are_broken():
+    def make(broken, total, **options):
+        # Two records per file, as of tiles.
+        records = [{"file_name": str(i // 2)} for i in range(2 * total)]
+
+        def read(record):
+            if int(record["file_name"]) < broken:
+                return DataError("unreadable image", f"image '{record['file_name']}'", "gone")
+            return record
+
+        return TrainStream(records, mapper=read, batch_size=4, **options)
+
+    stream = make(broken=5, total=10)
+    take(stream, 40)
+    assert sorted(stream.skipped) == [f"image '{i}'" for i in range(5)]
+    with pytest.raises(UserError, match="6 of 10"):
+        take(make(broken=6, total=10), 40)
+    # A broken unlabelled image does not count against the labelled ones.
+    mixed = make(broken=5, total=10, unlabelled=make(broken=5, total=10))
+    take(mixed, 40)
+    assert len(mixed.skipped) == 5  # the names are the same
+    with pytest.raises(UserError, match="6 of 10"):
+        take(make(broken=0, total=10, unlabelled=make(broken=6, total=10)), 40)
+
+
 class Plain:
     """A mapper that fails on some images."""
 

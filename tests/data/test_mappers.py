@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Mappers by name, those of detection beside Detectron2's; views of contrastive pre-training."""
 
+import errno
 import random
 import re
 
@@ -16,10 +17,12 @@ from qbheat_det.data.mappers import (
     DATASET_MAPPERS,
     DetectionMapper,
     DetrDatasetMapper,
+    NamingMapper,
     TwoViewMapper,
     crops,
     number_records,
 )
+from qbheat_det.modeling.contracts import TILE
 from tests.data.pictures import draw, save
 
 
@@ -96,15 +99,45 @@ def test_each_view_of_each_image_has_its_own_numbers_whatever_was_drawn_before()
         assert len({drawn[kind] for drawn in found + others}) == 24
 
 
-def test_an_image_that_cannot_be_read_stops_a_detector_and_is_an_error_elsewhere(tmp_path):
-    (tmp_path / "a.jpg").write_bytes(b"no picture")
-    record = {"file_name": str(tmp_path / "a.jpg"), "label": 0}
+@pytest.mark.parametrize("kind", ["missing", "no picture", "truncated", "of another size"])
+def test_an_image_that_cannot_be_read_is_an_error_that_names_it(kind, tmp_path):
+    path = tmp_path / "a.jpg"
+    save(path, draw(60, 40))
+    record = {"file_name": str(path), "label": 0, "annotations": []}
+    tile = {"height": 40, "width": 60, TILE: (0, 0, 32, 32)}
+    if kind == "missing":
+        path.unlink()
+    elif kind == "no picture":
+        path.write_bytes(b"no picture")
+    elif kind == "truncated":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     cfg = get_cfg()
     cfg.INPUT.FORMAT = "RGB"
-    with pytest.raises(UserError, match=r"a\.jpg"):
-        build_mapper(cfg, True)(record)
-    for cfg.INPUT.DATASET_MAPPER_NAME in ("pretrain", "classify", "two_views"):
-        assert isinstance(build_mapper(cfg, True)(record), DataError)
+    names = ["default", "detr"]
+    if kind == "of another size":  # a detector's boxes would not fit
+        record |= {"height": 60, "width": 40}
+    else:
+        names += ["pretrain", "classify", "two_views"]
+    for cfg.INPUT.DATASET_MAPPER_NAME in names:
+        for is_train in (True, False):
+            error = build_mapper(cfg, is_train)(record)
+            assert isinstance(error, DataError)
+            assert str(path) in error.where
+    cfg.INPUT.DATASET_MAPPER_NAME, cfg.INPUT.TILE = "default", 32
+    if kind != "of another size":
+        assert isinstance(build_mapper(cfg, True)({**record, **tile}), DataError)
+
+
+@pytest.mark.parametrize("error", [ValueError("a mistake"), OSError(errno.EMFILE, "too many")])
+def test_an_error_of_a_mapper_or_of_the_process_is_not_blamed_on_a_whole_image(error, tmp_path):
+    path = save(tmp_path / "a.png", draw(60, 40))
+
+    def fail(record):
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        NamingMapper(fail)({"file_name": path})
+    assert raised.value is error
 
 
 def make_cfg(**keys):

@@ -16,6 +16,7 @@ from qbheat_det.data import build_mapper
 from qbheat_det.data.tiles import (
     EMPTY_SHARE,
     OVERLAP,
+    TiledEvaluator,
     check_tile,
     cut_records,
     list_tiles,
@@ -228,3 +229,33 @@ def test_a_large_box_in_a_tile_is_taken_for_a_part():
     merged = merge_tiles(whole, [((100, 0, WINDOW, WINDOW), tile)])
     expected = [[0, 0, 300, 250], [130, 30, 210, 60]]  # 80 of 160 pixels are not too long
     assert merged.pred_boxes.tensor.tolist() == expected
+
+
+class Ids:
+    """An evaluator that lists the ids of its images."""
+
+    def reset(self):
+        self.found = []
+
+    def process(self, inputs, outputs):
+        self.found += [entry["image_id"] for entry in inputs]
+
+    def evaluate(self):
+        return self.found
+
+
+def test_an_image_that_breaks_before_its_last_tile_is_left_out_of_the_evaluation():
+    evaluator = TiledEvaluator(Ids(), WINDOW)
+    evaluator.reset()
+    height, width = 2 * WINDOW, WINDOW
+    tiles = list_tiles(height, width, WINDOW)
+    for image_id, seen in [(1, [None, *tiles]), (2, tiles), (3, [None, *tiles[1:]]), (4, [None])]:
+        size = (WINDOW, WINDOW) if image_id == 4 else (height, width)
+        for tile in seen:
+            found = Instances(size if tile is None else (tile[3], tile[2]))
+            found.pred_boxes = Boxes(torch.zeros(0, 4))
+            found.scores = torch.zeros(0)
+            found.pred_classes = torch.zeros(0, dtype=torch.long)
+            entry = {"image_id": image_id, **({TILE: tile} if tile else {})}
+            evaluator.process([entry], [{"instances": found}])
+    assert evaluator.evaluate() == [1, 4]  # an image that fits into a tile has none

@@ -2,7 +2,9 @@
 """Evaluation in a run and of weights: as by hand, image by image, and as prediction with tiles."""
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,10 +16,12 @@ from torch import nn
 from qbheat_det import load
 from qbheat_det.checkpoint import ExactCheckpointer, info_of
 from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper, register_coco_json
 from qbheat_det.engine import Trainer, build_config, evaluate
 from qbheat_det.engine.evaluation import Evaluation
 from qbheat_det.engine.hooks import SKIPPED_FILE, SkippedImages
+from tests.toy_set import draw_toy_set
 
 from .tiny_pretraining import OPTS, RECIPE, make_folder
 from .tiny_training import forget_runs, parse, parse_run, start_run
@@ -144,6 +148,33 @@ def test_the_held_out_loss_is_that_of_one_image_and_view_at_a_time(run, folders)
     means["loss"] = sum(means.values()) / len(means)
     last = {key: lines(run, f"reconstruction/{key}")[1] for key in means}
     assert last == pytest.approx(means, rel=1e-5)
+
+
+@pytest.mark.parametrize("num_broken", [2, 4])
+def test_ap_is_that_of_the_readable_images_which_are_at_least_half(num_broken, tmp_path, caplog):
+    whole = draw_toy_set(tmp_path, 6)
+    rest = tmp_path / "rest"
+    shutil.copytree(whole, rest)
+    broken = [f"{number:06d}.jpg" for number in range(1, 1 + num_broken)]
+    for name in broken:
+        (whole / "images" / name).write_bytes(b"no picture")
+    content = json.loads((rest / "annotations.json").read_text())
+    content["images"] = [one for one in content["images"] if one["file_name"] not in broken]
+    ids = {image["id"] for image in content["images"]}
+    content["annotations"] = [one for one in content["annotations"] if one["image_id"] in ids]
+    (rest / "annotations.json").write_text(json.dumps(content))
+    args = SimpleNamespace(folders={"rest_set": rest}, output_dir=str(tmp_path))
+    expected = evaluate_all(args)["rest_set"]
+    assert 0 < expected[0]["bbox"]["AP"] < 100
+    args.folders = {"broken_set": whole}
+    if num_broken == 4:
+        with pytest.raises(UserError, match="4 of 6"):
+            evaluate_all(args)
+        return
+    assert str(evaluate_all(args)["broken_set"]) == str(expected)
+    named = [message for message in caplog.messages if "skips 2 images" in message]
+    assert len(named) == 1  # not at each evaluation
+    assert all(name in named[0] for name in broken)
 
 
 TILED = {

@@ -145,7 +145,7 @@ def test_skipped_images_of_all_processes_are_named_once_and_known_to_a_resumed_r
 ):
     hook, again = SkippedImages(period=2), SkippedImages(period=2)
     run = PretendedRun(tmp_path)
-    run.data_loader = SimpleNamespace(skipped={}, num_images=1000)
+    run.data_loader = SimpleNamespace(skipped={}, num_files=1000)
     monkeypatch.setattr(comm, "all_gather", lambda met: [met, [error("b"), error("a")]])
     named = []
     for iteration, name in enumerate(["a", "a", "a", "c\udcff"]):

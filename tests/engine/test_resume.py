@@ -3,6 +3,7 @@
 
 import multiprocessing
 import random
+import shutil
 import signal
 import time
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.config import get_cfg, get_config_path, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import RunFlags
+from qbheat_det.engine.hooks import SKIPPED_FILE
 from qbheat_det.engine.logs import warn_of_weights
 from qbheat_det.engine.resume import check_same_config, check_same_images, check_start
 from qbheat_det.engine.step import StepTrainer
@@ -93,6 +95,44 @@ def test_a_broken_run_ends_with_the_bits_of_an_unbroken_one(
         (broken / "last_checkpoint").write_text(last.name)
         train_afresh(broken, {"DATALOADER.NUM_WORKERS": "2"}, "--resume")
         assert_same_bits(state(broken)["model"], state(whole)["model"])
+
+
+@pytest.mark.parametrize("case", ["retinanet", "tiles", "cached"])
+def test_a_detector_trains_on_without_broken_images_and_names_them(
+    case, tiny_data, tmp_path, monkeypatch
+):
+    opts = {
+        "SOLVER.MAX_ITER": "8",
+        "DATASETS.CHECK_IMAGES": "False",  # the images break after the check
+        **({"INPUT.TILE": "40"} if case == "tiles" else {}),
+    }
+    if case == "cached":
+        opts |= {
+            **MF_DETR,
+            **read_opts("""
+INPUT.DETR_CROP_RESIZE [] MODEL.BACKBONE.FREEZE_AT 5 INPUT.FIXED_VIEWS.COUNT 2
+MODEL.CACHE_FEATURES.ENABLED True MODEL.CACHE_FEATURES.DTYPE float32
+"""),
+            "MODEL.CACHE_FEATURES.FOLDER": str(tmp_path / "cache"),
+        }
+    data = tmp_path / "data"
+    shutil.copytree(tiny_data, data)
+    images = sorted((data / "images").iterdir())
+    images[3].write_bytes(b"")
+    images[5].write_bytes(images[5].read_bytes()[:400])
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    results = tiny_training.train(whole, data, opts)
+    break_at(5, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        tiny_training.train(broken, data, opts, "--resume")
+    assert str(tiny_training.train(broken, data, opts, "--resume")) == str(results)
+    assert_same_bits(comparable(state(broken)), comparable(state(whole)))
+    for folder in (whole, broken):
+        lines = (folder / SKIPPED_FILE).read_text().splitlines()
+        named = [path for path in images if any(str(path) in line for line in lines)]
+        # Not every tile of the images is drawn in eight steps.
+        assert named == images[3:6:2] or (case == "tiles" and named == [images[3]])
+        assert "skips 2 images" in (folder / "log.txt").read_text()
 
 
 def test_seed_and_weights_are_kept_and_another_number_of_processes_is_logged(

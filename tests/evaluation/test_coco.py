@@ -12,14 +12,23 @@ import numpy as np
 import pytest
 import torch
 from detectron2.data import MetadataCatalog
+from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Boxes, Instances
 from pycocotools import mask as mask_util
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+from qbheat_det.analysis.detection_metrics import evaluate_boxes, find_errors, score_detections
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.evaluation import CocoEvaluator, build_evaluator, complete_annotations
+from qbheat_det.evaluation import (
+    CocoEvaluator,
+    FastMatching,
+    build_evaluator,
+    choose_max_detections,
+    complete_annotations,
+    count_most_objects,
+)
 
 SIZE = 256
 CATEGORY_IDS = (3, 7, 20)  # with holes, as in COCO itself
@@ -207,3 +216,93 @@ def test_a_class_that_the_dataset_lacks_and_unknown_sets_are_named(register, tmp
     with pytest.raises(UserError, match="never_registered"):
         build_evaluator(cfg, "never_registered")
     MetadataCatalog.pop("never_registered")
+
+
+def _crowd_image(count):
+    """A data set of one image with ``count`` distinct boxes, and perfect predictions."""
+    corners = [(12 * (i % 48), 12 * (i // 48)) for i in range(count)]
+    annotations = [
+        {
+            "id": index,
+            "image_id": 1,
+            "category_id": CATEGORY_IDS[0],
+            "bbox": [x, y, 10, 10],
+            "iscrowd": 0,
+        }
+        for index, (x, y) in enumerate(corners)
+    ]
+    categories = [{"id": c, "name": n} for c, n in zip(CATEGORY_IDS, NAMES, strict=True)]
+    images = [{"id": 1, "height": 600, "width": 600}]
+    dataset = {"images": images, "annotations": annotations, "categories": categories}
+    found = Instances((600, 600))
+    found.pred_boxes = Boxes(torch.tensor([[x, y, x + 10, y + 10] for x, y in corners]))
+    found.scores = torch.linspace(0.9, 0.1, count)
+    found.pred_classes = torch.zeros(count, dtype=torch.long)
+    return dataset, found
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_perfect_predictions_of_1728_boxes_in_an_image_have_an_ap_of_100(library, register):
+    dataset, found = _crowd_image(1728)
+    assert _evaluate(register(dataset), dataset, [found], library)["bbox"]["AP"] == 100
+    # COCO's 100 detections reach a recall of 100 / 1728, and so the first 6 of 101 recalls.
+    limited = _evaluate(register(dataset), dataset, [found], library, max_dets_per_image=100)
+    assert limited["bbox"]["AP"] == pytest.approx(100 * 6 / 101)
+    results = instances_to_coco_json(found, 1)
+    for result in results:
+        result["category_id"] = CATEGORY_IDS[0]
+    evaluator = evaluate_boxes(dataset, results)
+    assert score_detections(evaluator).summary["AP"] == 100
+    assert find_errors(evaluator).correct.all()
+
+
+def test_the_number_of_detections_is_cocos_for_up_to_100_objects():
+    numbers = {0: 100, 100: 100, 101: 200, 199: 200, 200: 300, 1728: 1800, 1999: 2000, 5000: 2000}
+    assert {most: choose_max_detections(most) for most in numbers} == numbers
+    annotations = [{"image_id": i % 3, "iscrowd": int(i > 6)} for i in range(30)]
+    assert count_most_objects(annotations) == 3  # images 0, 0, 0 of numbers 0 to 6
+    assert count_most_objects([]) == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("has_classes", [1, 0])
+def test_fast_matching_is_that_of_pycocotools(seed, has_classes):
+    rng = np.random.default_rng(seed)
+    images = [{"id": index, "height": 99, "width": 99} for index in range(6)]
+
+    def draw(count, **fields):
+        """Draws boxes on a coarse grid, so that many IoUs are equal."""
+        entries = []
+        for index in range(count):
+            x, y, w, h = (float(v) for v in 8 * rng.integers(0, (7, 7, 6, 6)) + (0, 0, 8, 8))
+            image, label = int(rng.integers(6) ** 2 // 5), int(rng.integers(1, 3))
+            entry = {"id": index + 1, "image_id": image, "category_id": label, "area": w * h}
+            own = {key: draw_value() for key, draw_value in fields.items()}
+            entries.append({**entry, "bbox": [x, y, w, h], "iscrowd": 0, **own})
+        return entries
+
+    truth = COCO()
+    categories = [{"id": 1, "name": "a"}, {"id": 2, "name": "b"}, {"id": 3, "name": "c"}]
+    annotations = draw(120, iscrowd=lambda: int(rng.random() < 0.2))
+    truth.dataset = {"images": images, "annotations": annotations, "categories": categories}
+    results = draw(200, score=lambda: float(rng.integers(10)) / 10)
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth.createIndex()
+        found = truth.loadRes(results)
+        evaluators = []
+        for kind in (COCOeval, FastMatching):
+            evaluator = kind(copy.deepcopy(truth), copy.deepcopy(found), "bbox")
+            evaluator.params.useCats = has_classes
+            evaluator.params.maxDets = [1, 10, 15]
+            evaluator.params.areaRng = [[0, 1e10], [0, 300], [300, 900], [900, 1e10]]
+            evaluator.evaluate()
+            evaluator.accumulate()
+            evaluators.append(evaluator)
+    expected, fast = evaluators
+    assert sum(one is not None for one in expected.evalImgs) >= 16
+    for one, other in zip(fast.evalImgs, expected.evalImgs, strict=True):
+        assert (one is None) == (other is None)
+        for key in other or ():
+            np.testing.assert_array_equal(one[key], other[key], err_msg=key)
+    for key in ("precision", "recall", "scores"):
+        np.testing.assert_array_equal(fast.eval[key], expected.eval[key])

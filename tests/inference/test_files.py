@@ -2,6 +2,7 @@
 """Prediction: weights that fit or are refused, pixels in the right order; results and formats."""
 
 import dataclasses
+import errno
 import json
 import os
 from pathlib import Path
@@ -83,6 +84,45 @@ def test_broken_files_are_passed_over_and_named(probe, tmp_path):
     assert all(reason for _, reason in found.skipped)
     assert [box["file_name"] for box in found.results] == ["whole.jpg"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole.jpg"]
+
+
+def test_an_extremely_long_image_is_drawn(probe, tmp_path):
+    cfg, weights = probe
+    cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST = 800, 1333
+    files = [
+        _save_image(tmp_path / f"{w}x{h}.jpg", size=(w, h)) for w, h in [(8000, 40), (9, 2000)]
+    ]
+    found = _run(cfg, weights, files, tmp_path / "out")
+    assert len(found.results) == 2
+    assert not found.undrawn
+    with Image.open(tmp_path / "out" / "8000x40.jpg") as drawn:
+        assert drawn.size == (8192, 41)  # enlarged to 8192 pixels, and not to 384 rows
+    with Image.open(tmp_path / "out" / "9x2000.jpg") as drawn:
+        assert drawn.size == (37, 8192)
+
+
+def test_an_image_that_cannot_be_drawn_costs_the_drawing_alone(probe, tmp_path, monkeypatch):
+    draw = Detections.draw
+    failures = {"a.png": cv2.error("too long"), "b.png": OSError("encoder error")}
+
+    def draw_or_fail(self):
+        if self.file_name in failures:
+            raise failures[self.file_name]
+        return draw(self)
+
+    monkeypatch.setattr(Detections, "draw", draw_or_fail)
+    files = [_save_image(tmp_path / "in" / name) for name in ("a.png", "b.png", "c.png")]
+    _save_image(tmp_path / "out" / "a.png")  # of an earlier prediction
+    found = _run(*probe, files, tmp_path / "out")
+    assert [box["file_name"] for box in found.results] == ["a.png", "b.png", "c.png"]
+    assert found.undrawn == [(str(files[0]), "too long"), (str(files[1]), "encoder error")]
+    assert found.num_images == 3
+    assert not found.skipped
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["c.png"]
+    # A full disk ends the run.
+    failures["a.png"] = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(UserError, match=r"out/a\.png"):
+        _run(*probe, files, tmp_path / "out")
 
 
 def test_folders_are_searched_empty_ones_named_and_no_two_outputs_meet(tmp_path):

@@ -107,6 +107,7 @@ def test_boxes_are_counted_and_measured():
         "boxes": "4",
         "crowd regions": "1",
         "boxes in an image": "2 (0 to 4)",
+        "most boxes in an image / detections kept": "4 / 100",
         "box size (px)": "32 (13 to 86)",
         "box size (share of image)": "22.3 % (9.3 % to 61.1 %)",
         "small / medium / large": "50.0 % / 25.0 % / 25.0 %",  # 32 is medium, 96 is large

@@ -20,8 +20,8 @@ from PIL.Image import DecompressionBombError
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import VIEW, preserved_randomness, seed_place
-from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import DataError, check_input_keys
+from qbheat_det.data.images import is_readable, name_unreadable
 from qbheat_det.modeling.contracts import TILE
 
 from .crops import ClassificationMapper, PretrainingMapper, TwoViewMapper
@@ -63,11 +63,15 @@ MAPPERS_OF_CLASSES = {"classify"}
 """Names of the mappers for class folders, which use the "label" of a record."""
 
 
+_UNREADABLE = (OSError, SyntaxError, SizeMismatchError, DecompressionBombError)
+"""Errors of reading an image. Decoders also raise others, which could be errors of a mapper."""
+
+
 def build_mapper(cfg: CfgNode, is_train: bool) -> "NamingMapper":
     """Builds the mapper that ``INPUT.DATASET_MAPPER_NAME`` names.
 
-    Raises a ``UserError`` if the name is unknown. The mapper itself raises a ``UserError`` if an
-    image cannot be read, or if its size differs from the annotated size.
+    Raises a ``UserError`` if the name is unknown. The mapper itself returns a ``DataError`` for an
+    image that cannot be read, or whose size differs from the annotated size.
     """
     name = cfg.INPUT.DATASET_MAPPER_NAME
     if name not in DATASET_MAPPERS:
@@ -88,17 +92,17 @@ def build_mapper(cfg: CfgNode, is_train: bool) -> "NamingMapper":
 
 @dataclass(frozen=True)
 class NamingMapper:
-    """Wraps a mapper to add the name of the image to its errors."""
+    """Wraps a mapper to return a ``DataError`` that names an image that cannot be used."""
 
     mapper: Mapper
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError | None:
         try:
             return self.mapper(dataset_dict)
-        except (OSError, SyntaxError, SizeMismatchError, DecompressionBombError) as error:
-            raise UserError(
-                f"image '{dataset_dict['file_name']}' cannot be used: {one_line(error)}"
-            ) from error
+        except Exception as error:
+            if not isinstance(error, _UNREADABLE) and is_readable(dataset_dict):
+                raise
+            return name_unreadable(dataset_dict["file_name"], error)
 
 
 class FixedViews:

@@ -11,7 +11,6 @@ RandAugment, arXiv:1909.13719, and random erasing, arXiv:1708.04896, are from ti
 the QB-Heat paper vary the magnitude of RandAugment randomly, which torchvision does not support.
 """
 
-import errno
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -28,9 +27,8 @@ from torch import Tensor
 from torchvision.transforms import RandomResizedCrop, v2
 from torchvision.transforms.v2 import functional as F
 
-from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import DataError, check_input_keys
-from qbheat_det.data.images import Box, open_image, resize
+from qbheat_det.data.images import Box, name_unreadable, open_image, resize
 
 # MoCo v2's largest changes of brightness, contrast, saturation and hue, its [min, max] blur in
 # pixels, and the probabilities of these augmentations.
@@ -43,7 +41,6 @@ _KEPT = ("file_name", "image_id", "label", "place")
 _LARGEST_MAGNITUDE = 10  # largest magnitude on timm's scale
 _LARGEST_DRAWN = 9.99  # at 10, posterizing would keep no bits, which Pillow does not support
 _TRANSLATION = 0.45  # largest shift, relative to the side, as in timm
-_OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors unrelated to the file
 
 
 class PretrainingMapper:
@@ -112,13 +109,8 @@ class PretrainingMapper:
             with open_image(file_name) as picture:
                 box = self._choose_box(picture.width, picture.height)
                 pixels = picture.read(box, self.size)
-        except MemoryError:
-            raise
         except Exception as error:  # the type depends on the format's decoder
-            if isinstance(error, OSError) and error.errno in _OF_THE_PROCESS:
-                raise
-            reason = f"{type(error).__name__}: {one_line(error)}"
-            return DataError("unreadable image", f"image {file_name!r}", reason)
+            return name_unreadable(file_name, error)
         is_flipped = self.is_train and bool(self._flipped) and bool(torch.rand(()) < 0.5)
         reverse = self._reversed + (self._flipped if is_flipped else ())
         image = resize(pixels, self.size, self.size)

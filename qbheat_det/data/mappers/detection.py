@@ -23,7 +23,7 @@ from fvcore.transforms.transform import Transform
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from qbheat_det.data.checks import check_input_keys
+from qbheat_det.data.checks import DataError, check_input_keys
 from qbheat_det.data.images import REDUCTIONS, open_image, resize
 from qbheat_det.modeling.contracts import TILE
 
@@ -131,19 +131,23 @@ def build_detr_crop(*, resize_to: Sequence[int], crop_range: Sequence[int]) -> T
 class TileMapper:
     """Wraps a mapper to crop a tile out of the decoded image before all augmentations.
 
-    If a record has the key ``TILE``, "height" and "width" of the result are the tile's size.
+    If a record has the key ``TILE``, "height" and "width" of the result are the tile's size. If the
+    mapper returns an error or None, so does this one.
     """
 
     mapper: DatasetMapper
 
-    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | None:
+    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError | None:
         if TILE not in dataset_dict:
             return self.mapper(dataset_dict)
         x, y, width, height = dataset_dict[TILE]
         cropping = copy.copy(self.mapper)
         crop = T.CropTransform(x, y, width, height)
         cropping.augmentations = T.AugmentationList([crop, self.mapper.augmentations])
-        return {**cropping(dataset_dict), "height": height, "width": width}
+        mapped = cropping(dataset_dict)
+        if not isinstance(mapped, dict):
+            return mapped
+        return {**mapped, "height": height, "width": width}
 
 
 class _Outline(T.AugInput):
