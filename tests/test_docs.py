@@ -128,14 +128,6 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     assert all(any(words in title for title in titles) for words in SEARCHED)
 
 
-def test_pages_are_short():
-    files = [*ROOT.glob("*.md"), *DOCS.glob("*.md")]
-    lengths = {path.name: len(path.read_text("utf-8").splitlines()) for path in files}
-    assert sum(lengths.values()) <= 3300
-    assert lengths["README.md"] <= 150
-    assert lengths["results.md"] <= 210
-
-
 def test_figures_are_explained_and_listed():
     page = PAGES["visualize.md"]
     for name in load_tool("report").FIGURES:

@@ -78,8 +78,8 @@ def check_inputs(*paths: str | os.PathLike[str] | None, weights: str = "") -> No
 
 WEIGHTS = "a file (.safetensors, .pth), a run's folder, or a name in the zoo"
 SOURCES = (
-    "COCO, YOLO, Pascal VOC or LabelImg, a CSV of boxes, an export of Label Studio, CVAT or VIA, "
-    "Hugging Face metadata, class folders, or a zip of one of these (docs/train.md)"
+    "COCO, YOLO, Pascal VOC, CSV, or the export of an annotation tool, as a folder, label file or "
+    "zip; or class folders (docs/train.md lists all formats)"
 )
 
 

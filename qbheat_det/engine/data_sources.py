@@ -41,7 +41,7 @@ from qbheat_det.data import (
 )
 from qbheat_det.data.checks import find_elongation
 
-from .resume import name_last_checkpoint
+from .resume import find_broken_images, name_last_checkpoint
 from .run_flags import FIRST_STAGE_WEIGHTS, RunFlags, find_job
 
 logger = logging.getLogger(__name__)
@@ -105,8 +105,9 @@ def _register_flags(cfg: CfgNode, flags: RunFlags, job: str) -> None:
         sources = {role: source.without_labels() for role, source in sources.items()}
     elif job == "boxes":
         sources = _choose_classes(cfg, flags, sources)
+    continues = bool(flags.resume and name_last_checkpoint(Path(cfg.OUTPUT_DIR)))
     for source in dict.fromkeys(sources.values()):
-        check_source(source, cfg)
+        check_source(source, cfg, continues=continues)
     seen = _read_seen(cfg) if job != "images" else SeenImages()
     split = None
     if flags.eval_only and is_whole and sources:
@@ -167,21 +168,29 @@ def _choose_classes(cfg: CfgNode, flags: RunFlags, sources: dict[str, Source]) -
     }
 
 
-def check_source(source: Source, cfg: CfgNode) -> Account | None:
-    """Leaves out images that cannot be used, and returns the account of a source with boxes.
+def check_source(source: Source, cfg: CfgNode, *, continues: bool = False) -> None:
+    """Leaves out images of a source with boxes that cannot be used.
 
-    The main process checks the image files, if ``DATASETS.CHECK_IMAGES`` is set.
+    The main process checks the image files, if ``DATASETS.CHECK_IMAGES`` is set. A run that
+    ``continues`` leaves out the same images as at its start. Images that have broken since then are
+    replaced in training.
 
     Raises:
         UserError: more than ``DATASETS.MAX_LEFT_OUT`` of the images or boxes have faults.
     """
     if not source.has_boxes:
-        return None
+        return
     annotations = read_annotations(source)
-    if source.labelled:
+    if source.labelled and continues:
+        reason = "the run has left it out at its start"
+        broken = find_broken_images(Path(cfg.OUTPUT_DIR))
+        names = {os.path.relpath(path, annotations.image_root): path for path in broken}
+        own = {image["file_name"] for image in annotations.images} & names.keys()
+        errors = {name: DataError("unreadable image", names[name], reason) for name in own}
+        annotations.leave_out(errors)
+    elif source.labelled:
         leave_out_images(annotations, cfg)
     annotations.account.check(cfg.DATASETS.MAX_LEFT_OUT)
-    return annotations.account
 
 
 def leave_out_images(annotations: Annotations, cfg: CfgNode) -> None:

@@ -189,6 +189,7 @@ def record_start(
     sources = {name: MetadataCatalog.get(name).get("source") for name in names}
     accounts = [MetadataCatalog.get(name).get("account") for name in names]
     shared = [MetadataCatalog.get(name).get("shared") for name in names]
+    broken = [MetadataCatalog.get(name).get("broken") or () for name in names]
     earlier = read_run_record(path)
     start = {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -196,6 +197,7 @@ def record_start(
         "data": {name: one.to_json() for name, one in sources.items() if one is not None},
         "account": join_accounts(account for account in accounts if account).to_json(),
         "shared_images": [text for text in shared if text],
+        "broken_images": sorted({path for paths in broken for path in paths}),
         "resumed_from": resumed_from,
         "commit": find_commit(),
         "versions": list_versions(),
@@ -229,6 +231,12 @@ def find_shared_images(folder: Path) -> list[str]:
     """Returns how many validation images of a run were trained on, one sentence per kind."""
     starts = read_run_record(folder / RUN_FILE)
     return list(starts[-1].get("shared_images", ())) if starts else []
+
+
+def find_broken_images(folder: Path) -> list[str]:
+    """Returns the paths of the images that a run has left out at its start."""
+    starts = read_run_record(folder / RUN_FILE)
+    return list(starts[0].get("broken_images", ())) if starts else []
 
 
 def find_launch() -> str:

@@ -40,6 +40,7 @@ class Annotations:
         account: what became of all files of the data set, the same for all of its parts.
         original: the COCO file that has exactly these lists; "" if there is none.
         problem: why there are no labels; "" if there are.
+        broken: paths of the images that ``leave_out`` has removed.
     """
 
     origin: str
@@ -50,6 +51,7 @@ class Annotations:
     account: Account = field(repr=False)
     original: str = ""
     problem: str = ""
+    broken: list[str] = field(default_factory=list, repr=False)
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -106,6 +108,7 @@ class Annotations:
                 self.account.leave_out_image(fault, counts[name], has_label_file=has_file)
         self.images = [one for one in self.images if one["file_name"] not in errors]
         self.annotations = [one for one in self.annotations if ids[one["image_id"]] not in errors]
+        self.broken += [os.path.join(self.image_root, name) for name in errors]
         self.original = ""
 
     _with_label_file: Collection[str] = field(default=frozenset(), repr=False)
@@ -165,7 +168,7 @@ def build_annotations(
         account.used["image"] += 1
         sizes = dict(zip(("width", "height"), image.size, strict=True)) if image.size else {}
         entry = {**image.fields, "id": next(ids), "file_name": name, **sizes}
-        entry.pop("num_unread", None)
+        entry.pop("num_annotations", None)
         builder.is_changed |= bool(image.fields) and image.fields.get("file_name") != name
         result.images.append(entry)
         builder.add(image, entry)
@@ -199,9 +202,12 @@ def _join_repeated(labels: Labels, account: Account) -> None:
             other.left_out += image.left_out
             num_joined += 1
         else:
-            reason = f"'{_origin(other)}' has the labels of '{image.file}'"
-            kind = "of images that have another one"
-            account.left_out.append(LeftOut(kind, image.place, reason, "label file", False))
+            reason = f"the labels of '{image.file}' are those in '{_origin(other)}'"
+            account.left_out += [
+                LeftOut("of an image with other labels", one.place, reason, "box", False)
+                for one in image.boxes
+            ]
+            account.left_out += image.left_out
     labels.images = images
     if num_joined:
         account.notes.append(f"{num_joined:,} images are named several times: boxes are joined")

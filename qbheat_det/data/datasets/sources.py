@@ -410,7 +410,8 @@ def register_source(
         records = list_image_records(annotations)
         DatasetCatalog.register(name, lambda: records)
         MetadataCatalog.get(name).set(unlabelled=True, evaluator_type="reconstruction")
-    MetadataCatalog.get(name).set(source=source, account=annotations.account)
+    account, broken = annotations.account, annotations.broken
+    MetadataCatalog.get(name).set(source=source, account=account, broken=broken)
     return annotations if source.labelled else None
 
 

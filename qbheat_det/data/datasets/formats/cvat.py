@@ -104,7 +104,7 @@ CVAT = Format(
     "CVAT",
     find_cvat,
     read_cvat,
-    data='an export "CVAT for images" (the exports COCO, YOLO, Pascal VOC and LabelMe are read as '
+    data='an export "CVAT for images" (the exports COCO, YOLO and Pascal VOC are read as '
     "such)",
     images="below the folder of the file, found by their names; or `--images DIR`",
 )

@@ -59,7 +59,11 @@ def read_label_studio(tree: FileTree, labels: LabelSet, part: str) -> Labels:
         path = uploaded.get(_clean(_UPLOADED.sub("", last)))
         if path:
             image.file, image.reason = path, None
-    several = sum(image.fields.get("num_unread", 0) > 0 for image in result.images)
+    for image in result.images:
+        if image.fields.get("num_annotations") == 0 and image.file:
+            reason = "its task has no finished annotation"
+            image.leave_out("without a finished annotation", reason, is_fault=False)
+    several = sum(image.fields.get("num_annotations", 1) > 1 for image in result.images)
     if several:
         result.notes.append(
             f"{several:,} tasks have several annotations: the last one of each is read"
@@ -113,10 +117,7 @@ def _read_task(
     if attempts is None:  # JSON-MIN
         return image, list(task.get("label") or task.get("bbox") or [])
     done = [one for one in attempts if not one.get("was_cancelled")]
-    if not done:
-        reason = "its task has no finished annotation"
-        image.leave_out("without a finished annotation", reason, is_fault=False)
-    image.fields = {"num_unread": max(0, len(done) - 1)}
+    image.fields = {"num_annotations": len(done)}
     return image, list(done[-1]["result"] if done else [])
 
 
