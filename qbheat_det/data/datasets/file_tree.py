@@ -1,10 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """All files of a data set's folder, walked once, and the kinds of label files among them."""
 
-import contextlib
-import csv
 import os
-import re
 import unicodedata
 import urllib.parse
 from collections import defaultdict
@@ -16,52 +13,14 @@ from qbheat_det.core.errors import UserError
 
 from .account import LeftOut
 from .image_suffixes import IMAGE_SUFFIXES, UNREAD_SUFFIXES
-from .text_files import UnreadableFileError, decode
+from .label_kinds import LabelKind, find_kind
 
-_HEAD = 16_384  # bytes at the start and at the end of a file from which its kind is detected
 _SAMPLED = 40  # in larger groups of files of one suffix and folder, only a sample is opened
 _SAMPLE = 5
 _IGNORED = ("__MACOSX",)  # copies of files' properties in zips of macOS
-_NUMBERS = re.compile(r"^\s*\d+(\.0*)?(\s+[-+0-9.eE]+|\s+nan){4,}\s*$", re.IGNORECASE)
-_DOTA = re.compile(r"^\s*([-+]?\d+(\.\d*)?\s+){8}\D\S*\s+\d\s*$")
-_KITTI = re.compile(r"^\s*[A-Za-z]\S*(\s+[-+]?\d+(\.\d*)?([eE][-+]?\d+)?){14,15}\s*$")
-_VISDRONE = re.compile(r"^\s*(-?\d+,){7}-?\d+,?\s*$")
-_WIDER = re.compile(r"^\s*(-?\d+\s+){9}-?\d+\s*$")
-_SUFFIXES_OF_LABELS = (".csv", ".json", ".jsonl", ".manifest", ".ndjson", ".tsv", ".txt", ".xml")
 
 MANIFESTS = (".yaml", ".yml", ".data")
 """Suffixes of files that name the folders and the classes of a YOLO data set."""
-
-# The kind of a JSON file, by a pattern for each key that it must have near its start or end.
-_JSON_OBJECTS = (
-    ("via", ('"_via_',)),
-    ("via", ('"regions"', '"filename"')),
-    ("via3", ('"project"', '"metadata"', '"vid"')),
-    ("vott", ('"regions"', '"asset"')),
-    ("coco", ('"image_id"', '"bbox"')),
-    ("coco", ('"images"', '"annotations"')),
-    ("coco", ('"images"', '"categories"')),
-    ("coco", ('"annotations"', '"categories"')),
-    ("coco", ('"images"', '"file_name"')),
-    ("labelme", ('"shapes"', '"imagePath"')),
-    ("labelme", ('"shapes"', '"version"')),
-    ("supervisely", ('"classTitle"',)),
-    ("supervisely", ('"objects"', '"size"', '"tags"')),
-    ("supervisely meta", ('"classes"', '"shape"', '"title"')),
-    ("supervisely meta", ('"classes"', '"tags"', '"projectType"')),
-    ("datumaro", ('"items"', '"categories"')),
-)
-_JSON_LISTS = (
-    ("createml", ('"coordinates"',)),
-    ("coco results", ('"image_id"', '"score"')),
-    ("createml", ('"imagefilename"', '"annotation"')),
-    ("createml", ('"image"', '"annotations"', '"verified"')),
-    ("label studio", ('"annotations"', '"data"')),
-    ("label studio", ('"completions"', '"data"')),
-    ("label studio", ('"label"', '"annotator"')),
-    ("label studio", ('labels"',)),
-    ("label studio", ('"image"',)),
-)
 
 
 def walk(
@@ -132,16 +91,24 @@ class FileTree:
         skipped: links that are not followed.
     """
 
-    def __init__(self, root: str | os.PathLike[str], label_file: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        label_file: str | Path | None = None,
+        kinds: Sequence[LabelKind] = (),
+    ) -> None:
         """
         Args:
             root: folder to walk.
             label_file: the only file that may have labels; None for any file below ``root``.
+            kinds: the kinds of label files to look for.
 
         Raises:
             UserError: a folder does not exist, or cannot be read.
         """
         self.root = os.path.abspath(root)
+        self._kinds = tuple(kinds)
+        self._per_image = {kind.name for kind in kinds if kind.has_one_image}
         self._roots: list[str] = []
         self._followed: set[str] = set()
         self.label_file = os.path.abspath(label_file) if label_file else None
@@ -221,140 +188,40 @@ class FileTree:
         """Maps kinds, such as "coco", "voc" or "yolo", to the label files of that kind."""
         kinds: dict[str, list[str]] = defaultdict(list)
         if self.label_file and not self.label_file.lower().endswith(MANIFESTS):
-            kinds[find_kind(self.label_file)].append(self.label_file)
+            kinds[find_kind(self.label_file, self._kinds)].append(self.label_file)
             kinds.pop("", None)
             return kinds
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         for path in self.others:
-            suffix = os.path.splitext(path)[1].lower()
-            if suffix in _SUFFIXES_OF_LABELS:
-                groups[os.path.dirname(path), suffix].append(path)
+            groups[os.path.dirname(path), os.path.splitext(path)[1].lower()].append(path)
         for files in groups.values():
-            found = _find_kinds(files)
+            found = self._find_kinds(files)
             # A file beside others, named like an image, has its labels, even if it is damaged.
-            usual = next((kind for kind in found if kind in PER_IMAGE), "")
+            usual = next((kind for kind in found if kind in self._per_image), "")
             for path, kind in zip(files, found, strict=True):
                 stem = os.path.splitext(os.path.basename(path))[0]
                 kinds[kind or (usual if self.find_images(stem) else "")].append(path)
         kinds.pop("", None)
         return kinds
 
+    def _find_kinds(self, files: Sequence[str]) -> list[str]:
+        """Returns the kinds of the files of one suffix in a folder, from a sample if they are many.
+
+        Empty files beside others are of the same kind, and have no objects.
+        """
+        if len(files) > _SAMPLED:
+            step = len(files) // _SAMPLE
+            kinds = {find_kind(path, self._kinds) for path in files[::step]} - {"", "empty"}
+            if len(kinds) == 1 and kinds <= self._per_image:
+                return [*kinds] * len(files)
+        found = [find_kind(path, self._kinds) for path in files]
+        own = next((kind for kind in found if kind in self._per_image), "")
+        return [own if kind == "empty" else kind for kind in found]
+
     def list_manifests(self) -> list[str]:
         """Returns the files with a suffix of ``MANIFESTS`` that may have labels."""
         files = [self.label_file] if self.label_file else self.others
         return [path for path in files if path.lower().endswith(MANIFESTS)]
-
-
-def _find_kinds(files: Sequence[str]) -> list[str]:
-    """Returns the kinds of the files of one suffix in a folder, from a sample of large folders."""
-    if len(files) > _SAMPLED:
-        step = len(files) // _SAMPLE
-        kinds = {find_kind(path) for path in files[::step]} - {"", "empty"}
-        if len(kinds) == 1 and kinds <= PER_IMAGE:
-            return [*kinds] * len(files)
-    kinds_of_files = [find_kind(path) for path in files]
-    # Empty text files are images without objects.
-    own = next((kind for kind in kinds_of_files if kind in _TEXT_KINDS), "")
-    return [own if kind == "empty" else kind for kind in kinds_of_files]
-
-
-PER_IMAGE = {
-    *("yolo", "dota", "kitti", "visdrone", "voc", "labelme", "labelme xml", "supervisely", "vott"),
-}
-"""Kinds whose files have the labels of one image."""
-
-
-def find_kind(path: str) -> str:
-    """Returns the kind of a label file by its first and last bytes; "" for any other file."""
-    suffix = os.path.splitext(path)[1].lower()
-    try:
-        with open(path, "rb") as stream:
-            head = stream.read(_HEAD)
-            size = os.fstat(stream.fileno()).st_size
-            if size > 2 * _HEAD:
-                stream.seek(-_HEAD, os.SEEK_END)
-            tail = stream.read()
-        text = _decode_part(head)
-    except (OSError, UnreadableFileError):
-        return ""
-    if suffix == ".json":
-        return _find_json_kind(text, text + tail.decode("utf-8", errors="replace"))
-    if suffix in (".jsonl", ".manifest", ".ndjson"):
-        return _find_json_lines_kind(text)
-    if suffix == ".xml":
-        return _find_xml_kind(text)
-    if suffix in (".csv", ".tsv"):
-        return "csv"
-    return _find_text_kind(text)
-
-
-def _decode_part(head: bytes) -> str:
-    """Decodes the start of a file, which may end within a character."""
-    for cut in range(4):
-        with contextlib.suppress(UnicodeDecodeError):
-            text = head[: len(head) - cut].decode("utf-8-sig")
-            if "\0" not in text:
-                return text
-    even = head[: len(head) // 4 * 4]
-    return decode(even).content
-
-
-def _find_json_kind(text: str, both_ends: str) -> str:
-    is_list = text.lstrip().startswith("[")
-    if not is_list and not text.lstrip().startswith("{"):
-        return ""
-    compact = re.sub(r'"\s+:', '":', both_ends)
-    for kind, keys in _JSON_LISTS if is_list else _JSON_OBJECTS:
-        if all(key in compact for key in keys):
-            return kind
-    return "label studio" if is_list and "{" in text else ""
-
-
-def _find_json_lines_kind(text: str) -> str:
-    if '"file_name"' in text:
-        return "hugging face"
-    if '"source-ref"' in text:
-        return "ground truth"
-    return "labelbox" if '"data_row"' in text else ""
-
-
-def _find_xml_kind(text: str) -> str:
-    if "<annotations" in text:
-        return "cvat"
-    if "<annotation" not in text:
-        return ""
-    return "labelme xml" if "<polygon>" in text and "<bndbox>" not in text else "voc"
-
-
-def _find_text_kind(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    if not lines:
-        return "empty"
-    lines = lines[:20]
-    is_image = os.path.splitext(lines[0].strip())[1].lower() in IMAGE_SUFFIXES
-    if is_image and len(lines) > 2 and lines[1].strip().isdecimal() and _WIDER.match(lines[2]):
-        return "wider face"
-    if lines[0].startswith("imagesource:"):
-        return "dota"
-    # A few lines may be damaged.
-    for kind, pattern in _TEXT_KINDS.items():
-        if 2 * sum(bool(pattern.match(line)) for line in lines) >= max(1, len(lines)):
-            return kind
-    return ""
-
-
-_TEXT_KINDS = {"yolo": _NUMBERS, "dota": _DOTA, "kitti": _KITTI, "visdrone": _VISDRONE}
-
-
-def find_delimiter(line: str) -> str:
-    """Returns the character that separates the columns of a table, by its first line."""
-    counts = {mark: line.count(mark) for mark in ",;\t|"}
-    return max(counts, key=lambda mark: counts[mark])
-
-
-def split_row(line: str, delimiter: str) -> list[str]:
-    """Splits one line of a table."""
-    return [cell.strip() for cell in next(csv.reader([line], delimiter=delimiter), [])]
 
 
 def fold(name: str) -> str:

@@ -39,21 +39,22 @@ def register_image_folders(
 
     A record has ``file_name`` and ``image_id`` (its index). With ``labelled``, it also has
     ``label``, which indexes ``folder_classes`` of the metadata. ``keep`` selects images by their
-    path relative to their folder; None keeps all. Loading sets ``account`` of the metadata, with
-    what is left out. Registering the same folders again does nothing.
+    path relative to their folder; None keeps all. Loading fills ``account`` of the metadata, which
+    has what is left out. Registering the same folders again does nothing.
     Raises a ``UserError`` if the name is registered with different folders.
     """
     paths = tuple(os.path.abspath(folder) for folder in folders)
     if not is_new(name, image_folders=paths):
         return
 
+    account = Account()
+
     def load() -> list[dict[str, Any]]:
         trees = [FileTree(path) for path in paths]
         records, class_names = _list_records(trees, labelled=labelled)
-        account = _account_for(trees, labelled=labelled)
+        account.replace_with(_account_for(trees, labelled=labelled))
         if labelled:
             MetadataCatalog.get(name).set(folder_classes=class_names)
-        MetadataCatalog.get(name).account = account
         if keep is not None:
             kept = {os.path.join(folder, path) for folder in paths for path in keep}
             records = [record for record in records if record["file_name"] in kept]
@@ -62,7 +63,11 @@ def register_image_folders(
 
     DatasetCatalog.register(name, load)
     MetadataCatalog.get(name).set(
-        image_folders=paths, labelled=labelled, unlabelled=True, evaluator_type="reconstruction"
+        image_folders=paths,
+        labelled=labelled,
+        unlabelled=True,
+        evaluator_type="reconstruction",
+        account=account,
     )
 
 

@@ -2,6 +2,7 @@
 """Recognizes the data set in a folder by its label files, or as a set of class folders."""
 
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,22 +14,45 @@ from qbheat_det.core.text import join_first
 from .file_tree import FileTree, is_below
 from .formats import FORMATS, Format, LabelSet
 from .formats.table import describe_columns, has_unknown_boxes, names_images
+from .label_kinds import Ends, LabelKind, json_list, json_object, lines_like, starts_with
 from .layout import PLAIN_WORDS, Folders, folders_of, part_of_name, split_words
+
+_LINE_OF_WIDER = re.compile(r"^\s*(-?\d+\s+){9}-?\d+\s*$")
+
+
+def _is_wider_face(ends: Ends) -> bool:
+    lines = ends.lines
+    return len(lines) > 2 and lines[1].isdecimal() and bool(_LINE_OF_WIDER.match(lines[2]))
+
 
 # Kinds of label files that are recognized and not read, and what to do.
 _REFUSED = {
-    "coco results": "the results of a detector, and no data set: name the annotation file that the "
-    "results belong to",
-    "datumaro": "a data set of Datumaro: export COCO instead",
-    "ground truth": "a manifest of SageMaker Ground Truth: convert it to COCO",
-    "labelbox": "an export of Labelbox: export COCO instead",
-    "labelme xml": "XML files of the LabelMe website: export COCO, Pascal VOC or 'CVAT for images' "
-    "instead",
-    "supervisely meta": "the classes of a Supervisely project without its annotations",
-    "via3": "a project of VIA 3: export COCO instead",
-    "visdrone": "labels of VisDrone: convert them to COCO or YOLO",
-    "wider face": "lists of WIDER FACE: convert them to COCO",
+    LabelKind(
+        "coco results", (".json",), json_list(("image_id", "bbox", "score"))
+    ): "the results of a detector, and no data set: name the annotation file that the results "
+    "belong to",
+    LabelKind(
+        "datumaro", (".json",), json_object(("items", "categories"))
+    ): "a data set of Datumaro: export COCO instead",
+    LabelKind(
+        "ground truth", (".manifest", ".jsonl"), starts_with('"source-ref"')
+    ): "a manifest of SageMaker Ground Truth: convert it to COCO",
+    LabelKind(
+        "labelbox", (".ndjson", ".jsonl"), starts_with('"data_row"')
+    ): "an export of Labelbox: export COCO instead",
+    LabelKind(
+        "labelme xml", (".xml",), lambda ends: "<annotation>" in ends.start and _has_polygons(ends)
+    ): "XML files of the LabelMe website: export COCO, Pascal VOC or 'CVAT for images' instead",
+    LabelKind(
+        "via3", (".json",), json_object(("project", "metadata", "vid"))
+    ): "a project of VIA 3: export COCO instead",
+    LabelKind(
+        "visdrone", (".txt",), lines_like(r"^\s*(-?\d+,){7}-?\d+,?\s*$")
+    ): "labels of VisDrone: convert them to COCO or YOLO",
+    LabelKind("wider face", (".txt",), _is_wider_face): "lists of WIDER FACE: convert them to COCO",
 }
+KINDS = (*_REFUSED, *(kind for row in FORMATS.values() for kind in row.kinds))
+"""All kinds of label files. The first that matches a file is its kind."""
 _REFUSED_SUFFIXES = {
     ".h5": "HDF5",
     ".mat": "MATLAB",
@@ -44,6 +68,12 @@ _TAKEN = (
     f"--data needs {', '.join(row.title for row in FORMATS.values())}, class folders, or a zip of "
     "one of these (docs/train.md#data-formats)"
 )
+
+
+def _has_polygons(ends: Ends) -> bool:
+    return "<polygon>" in ends.start and "<bndbox>" not in ends.start
+
+
 _MASK_WORDS = frozenset({"mask", "masks", "segmentation", "segmentations", "seg", "semantic"})
 
 
@@ -106,7 +136,7 @@ def recognize(tree: FileTree, wanted: str = "") -> Recognized:
         folder = os.path.join(tree.root, *base)
         notes.append(f"the data set in '{folder}' is used")
         if any(is_below(path, folder) for path in tree.all_images):
-            nested = FileTree(folder)
+            nested = FileTree(folder, kinds=KINDS)
             again = recognize(nested, row.name)
             return Recognized(again.tree, row, again.labels, notes=[*notes, *again.notes])
     return Recognized(tree, row, labels, notes=notes)
@@ -212,9 +242,9 @@ def _is_mask(name: str) -> bool:
 def _find_refusal(tree: FileTree) -> str | None:
     """Returns why the label files of a tree are not read, or None if there are none."""
     for kind, text in _REFUSED.items():
-        if files := tree.label_files.get(kind):
+        if files := tree.label_files.get(kind.name):
             return f"has {text} ('{files[0]}')"
-    for path in tree.label_files.get("csv", ()):
+    for path in _list_tables(tree):
         if has_unknown_boxes(path):
             return f"has a table of unknown columns: {describe_columns(path)}"
     for path in tree.others:
@@ -224,9 +254,14 @@ def _find_refusal(tree: FileTree) -> str | None:
     return None
 
 
+def _list_tables(tree: FileTree) -> list[str]:
+    files = [tree.label_file] if tree.label_file else tree.others
+    return [path for path in files if path.lower().endswith((".csv", ".tsv"))]
+
+
 def _refuse_file(tree: FileTree, path: str) -> str:
     """Returns why a file has no labels that are read."""
-    if tree.label_files.get("csv"):
+    if _list_tables(tree):
         return describe_columns(path)
     refusal = _find_refusal(tree)
     return f"'{path}' {refusal}" if refusal else f"'{path}' has no labels that are read: {_TAKEN}"
@@ -235,7 +270,7 @@ def _refuse_file(tree: FileTree, path: str) -> str:
 def _explain_missing_labels(tree: FileTree) -> str:
     """Returns a message for a tree without labels that are read."""
     masks = [path for path in tree.all_images if any(map(_is_mask, folders_of(tree, path)))]
-    tables = [path for path in tree.label_files.get("csv", ()) if names_images(path)]
+    tables = [path for path in _list_tables(tree) if names_images(path)]
     if tables and not masks:
         return describe_columns(tables[0])
     if not tree.all_images:

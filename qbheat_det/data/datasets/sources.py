@@ -38,7 +38,7 @@ from .image_folder import (
     register_image_folders,
 )
 from .layout import part_of, split_words
-from .recognition import Recognized, choose_parts, recognize
+from .recognition import KINDS, Recognized, choose_parts, recognize
 
 logger = logging.getLogger(__name__)
 
@@ -217,8 +217,8 @@ _FOLDERS_OF_LABELS = ("annotation", "annotations", "label", "labels", "json", "a
 
 def _recognize(path: str, image_root: str) -> Recognized:
     if os.path.isdir(path):
-        return recognize(FileTree(path), "")
-    return recognize(FileTree(image_root or os.path.dirname(path), path))
+        return recognize(FileTree(path, kinds=KINDS))
+    return recognize(FileTree(image_root or os.path.dirname(path), path, KINDS))
 
 
 @dataclass(frozen=True)
@@ -250,11 +250,11 @@ def forget_annotations() -> None:
 def _read(path: str, image_root: str, format: str, classes: tuple[str, ...]) -> _DataSet:
     """Reads all parts of a data set, and accounts for all files below its folder."""
     if os.path.isdir(path):
-        tree = FileTree(path)
+        tree = FileTree(path, kinds=KINDS)
         if image_root:
             tree.add(image_root)
     else:
-        tree = FileTree(image_root or os.path.dirname(path), path)
+        tree = FileTree(image_root or os.path.dirname(path), path, KINDS)
     found = recognize(tree, format)
     if found.format is None or found.labels is None:
         raise UserError(f"'{path}' has no boxes")
@@ -321,7 +321,7 @@ def _account_for_rest(
         if file in mentioned:
             continue
         part = part_of(tree.relative(file))
-        if kinds.get(file, "csv") == "csv":
+        if file not in kinds:
             leave_out(file, "without labels", "it has no labels that are read", "other file")
         elif part and part not in parts and "all" not in parts:
             leave_out(file, f"of the part '{part}'", "this part is not used", "label file")

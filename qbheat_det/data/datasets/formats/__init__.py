@@ -27,17 +27,17 @@ FORMATS: dict[str, Format] = {
         COCO,
         YOLO,
         VOC,
-        TABLE,
+        CREATEML,
         LABEL_STUDIO,
         CVAT,
         VIA,
         LABELME,
-        CREATEML,
         SUPERVISELY,
         VOTT,
         DOTA,
         KITTI,
         HUGGING_FACE,
+        TABLE,
     )
 }
 

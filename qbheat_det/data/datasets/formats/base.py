@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from qbheat_det.core.errors import UserError
 from qbheat_det.data.datasets.account import LeftOut
 from qbheat_det.data.datasets.file_tree import FileTree
+from qbheat_det.data.datasets.label_kinds import LabelKind
 from qbheat_det.data.datasets.labelled_image import BROKEN, LabelledImage, describe
 from qbheat_det.data.datasets.layout import (
     Folders,
@@ -70,6 +71,7 @@ class Format(NamedTuple):
     Attributes:
         name: key of the format in ``run.json``.
         title: name of the format for users.
+        kinds: kinds of its label files, and how they are recognized.
         find: returns the data sets of this format in a tree of files.
         read: reads the labels of a part of a data set, without locating images by name.
         data: the value of ``--data``, for the documentation.
@@ -80,6 +82,7 @@ class Format(NamedTuple):
 
     name: str
     title: str
+    kinds: tuple[LabelKind, ...]
     find: Callable[[FileTree], list[LabelSet]]
     read: Callable[[FileTree, LabelSet, str], Labels]
     data: str
@@ -90,11 +93,11 @@ class Format(NamedTuple):
 Reader = Callable[[str], Iterator[LabelledImage]]
 
 
-def find_by_kind(kind: str) -> Callable[[FileTree], list[LabelSet]]:
-    """Returns a ``Format.find`` for label files of one kind, each of which has many images."""
+def find_by_kind(*kinds: str) -> Callable[[FileTree], list[LabelSet]]:
+    """Returns a ``Format.find`` for label files of some kinds, each of which has many images."""
 
     def find(tree: FileTree) -> list[LabelSet]:
-        return find_sets(tree, tree.label_files.get(kind, ()))
+        return find_sets(tree, [path for kind in kinds for path in tree.label_files.get(kind, ())])
 
     return find
 

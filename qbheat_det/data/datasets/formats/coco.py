@@ -12,6 +12,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data.checks import are_numbers, short
 from qbheat_det.data.datasets.account import LeftOut
 from qbheat_det.data.datasets.file_tree import FileTree
+from qbheat_det.data.datasets.label_kinds import LabelKind, json_object
 from qbheat_det.data.datasets.labelled_image import Box, LabelledImage
 from qbheat_det.data.datasets.text_files import UnreadableFileError, read_json
 
@@ -356,6 +357,19 @@ def _decode_runs(counts: str) -> list[int] | None:
 COCO = Format(
     "coco",
     "COCO",
+    (
+        LabelKind(
+            "coco",
+            (".json",),
+            json_object(
+                ("image_id", "bbox"),
+                ("images", "annotations"),
+                ("images", "categories"),
+                ("annotations", "categories"),
+                ("images", "file_name"),
+            ),
+        ),
+    ),
     find_coco,
     read_coco,
     data="a JSON file, or a folder with JSON files, such as "

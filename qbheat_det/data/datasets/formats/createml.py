@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 
 from qbheat_det.data.checks import short
+from qbheat_det.data.datasets.label_kinds import LabelKind, json_list
 from qbheat_det.data.datasets.labelled_image import LabelledImage, corners
 from qbheat_det.data.datasets.text_files import read_json
 
@@ -37,6 +38,17 @@ def read_file(file: str) -> Iterator[LabelledImage]:
 CREATEML = Format(
     "createml",
     "CreateML",
+    (
+        LabelKind(
+            "createml",
+            (".json",),
+            json_list(
+                ("coordinates",),
+                ("imagefilename", "annotation"),
+                ("image", "annotations", "verified"),
+            ),
+        ),
+    ),
     find_by_kind("createml"),
     read_with(read_file, "CreateML"),
     data="a JSON file, or a folder with one per part, such as `train/_annotations.createml.json`",

@@ -11,6 +11,7 @@ from xml.etree.ElementTree import Element
 from qbheat_det.core.errors import UserError
 from qbheat_det.data.checks import short
 from qbheat_det.data.datasets.file_tree import FileTree
+from qbheat_det.data.datasets.label_kinds import LabelKind
 from qbheat_det.data.datasets.labelled_image import (
     LabelledImage,
     corners,
@@ -102,9 +103,9 @@ def _find_points(shape: Element) -> list[tuple[float, float]]:
 CVAT = Format(
     "cvat",
     "CVAT",
+    (LabelKind("cvat", (".xml",), lambda ends: "<annotations" in ends.start),),
     find_cvat,
     read_cvat,
-    data='an export "CVAT for images" (the exports COCO, YOLO and Pascal VOC are read as '
-    "such)",
+    data='an export "CVAT for images" (the exports COCO, YOLO and Pascal VOC are read as such)',
     images="below the folder of the file, found by their names; or `--images DIR`",
 )

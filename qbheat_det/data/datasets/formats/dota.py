@@ -6,11 +6,13 @@ become their enclosing boxes. Roboflow calls this format "YOLOv5 Oriented Boundi
 """
 
 from qbheat_det.data.checks import short
+from qbheat_det.data.datasets.label_kinds import LabelKind, lines_like
 from qbheat_det.data.datasets.labelled_image import LabelledImage
 from qbheat_det.data.datasets.text_files import read_lines
 
 from .base import Format, find_per_image, read_per_image
 
+_OBJECT = r"^\s*([-+]?\d+(\.\d*)?\s+){8}\D\S*\s+\d\s*$"
 _HEADERS = ("imagesource:", "gsd:")
 
 
@@ -32,6 +34,7 @@ def read_file(image: LabelledImage) -> None:
 DOTA = Format(
     "dota",
     "DOTA",
+    (LabelKind("dota", (".txt",), lines_like(_OBJECT, header="imagesource:"), has_one_image=True),),
     find_per_image("dota"),
     read_per_image(read_file),
     data="a folder with a `.txt` file for each image, such as `labelTxt/` beside `images/`",

@@ -11,24 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data.datasets.file_tree import FileTree
+from qbheat_det.data.datasets.label_kinds import LabelKind, starts_with
 from qbheat_det.data.datasets.labelled_image import BROKEN, LabelledImage, corners, describe
 from qbheat_det.data.datasets.text_files import read_text
 
-from .base import Format, LabelSet, find_sets, read_with
+from .base import Format, find_by_kind, read_with
 from .via import NAME_KEYS, choose_name
-
-
-def find_hugging_face(tree: FileTree) -> list[LabelSet]:
-    """Finds JSON lines by their content, and CSV files by their columns."""
-    tables = [path for path in tree.label_files.get("csv", ()) if _is_table(path)]
-    return find_sets(tree, [*tree.label_files.get("hugging face", ()), *tables])
-
-
-def _is_table(path: str) -> bool:
-    with open(path, "rb") as stream:
-        head = stream.readline(1000).decode(errors="replace").lower()
-    return "file_name" in head and "objects" in head
 
 
 def read_file(file: str) -> Iterator[LabelledImage]:
@@ -63,7 +51,11 @@ def _read_rows(file: str) -> list[Any]:
 HUGGING_FACE = Format(
     "hugging_face",
     "Hugging Face metadata",
-    find_hugging_face,
+    (
+        LabelKind("hugging face", (".jsonl",), lambda ends: '"file_name"' in ends.start),
+        LabelKind("hugging face table", (".csv",), starts_with("file_name", "objects")),
+    ),
+    find_by_kind("hugging face", "hugging face table"),
     read_with(read_file, "Hugging Face metadata"),
     data="a folder with `metadata.jsonl` or `metadata.csv`",
     images="the same folder",

@@ -5,11 +5,13 @@ Regions of the class "DontCare", whose objects are not labelled, are left out.
 """
 
 from qbheat_det.data.datasets.account import LeftOut
+from qbheat_det.data.datasets.label_kinds import LabelKind, lines_like
 from qbheat_det.data.datasets.labelled_image import LabelledImage
 from qbheat_det.data.datasets.text_files import read_lines
 
 from .base import Format, find_per_image, read_per_image
 
+_OBJECT = r"^\s*[a-z]\S*(\s+[-+]?\d+(\.\d*)?(e[-+]?\d+)?){14,15}\s*$"
 _IGNORED = "DontCare"
 
 
@@ -30,6 +32,7 @@ def read_file(image: LabelledImage) -> None:
 KITTI = Format(
     "kitti",
     "KITTI",
+    (LabelKind("kitti", (".txt",), lines_like(_OBJECT), has_one_image=True),),
     find_per_image("kitti"),
     read_per_image(read_file),
     data="a folder with a `.txt` file for each image, such as `label_2/` beside `image_2/`",

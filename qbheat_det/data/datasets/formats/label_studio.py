@@ -17,6 +17,7 @@ from typing import Any
 from qbheat_det.core.errors import UserError
 from qbheat_det.data.checks import short
 from qbheat_det.data.datasets.file_tree import FileTree
+from qbheat_det.data.datasets.label_kinds import LabelKind, json_list, starts_with
 from qbheat_det.data.datasets.labelled_image import (
     BROKEN,
     LabelledImage,
@@ -27,7 +28,7 @@ from qbheat_det.data.datasets.labelled_image import (
 )
 from qbheat_det.data.datasets.text_files import read_json, read_text
 
-from .base import Format, Labels, LabelSet, find_sets, read_with
+from .base import Format, Labels, LabelSet, find_by_kind, read_with
 
 _UPLOADED = re.compile(r"^[0-9a-f]{8}-")  # Label Studio adds this prefix to uploaded files
 # The keys of a region. A region with only these keys was drawn without a label.
@@ -35,18 +36,6 @@ _SHAPE = {
     *("x", "y", "width", "height", "rotation", "points", "closed", "radiusX", "radiusY"),
     *("original_width", "original_height", "image_rotation"),
 }
-
-
-def find_label_studio(tree: FileTree) -> list[LabelSet]:
-    """Finds JSON files by their content, and CSV files by their columns."""
-    tables = [path for path in tree.label_files.get("csv", ()) if _is_table(path)]
-    return find_sets(tree, [*tree.label_files.get("label studio", ()), *tables])
-
-
-def _is_table(path: str) -> bool:
-    with open(path, "rb") as stream:
-        head = stream.readline(1000).decode(errors="replace")
-    return "annotation_id" in head and "annotator" in head
 
 
 def read_label_studio(tree: FileTree, labels: LabelSet, part: str) -> Labels:
@@ -166,7 +155,21 @@ _read = read_with(read_file, "Label Studio")
 LABEL_STUDIO = Format(
     "label_studio",
     "Label Studio",
-    find_label_studio,
+    (
+        LabelKind(
+            "label studio",
+            (".json",),
+            json_list(
+                ("annotations", "data"),
+                ("completions", "data"),
+                ("label", "annotator"),
+                ("label", "image"),
+                ("image",),
+            ),
+        ),
+        LabelKind("label studio table", (".csv",), starts_with("annotation_id", "annotator")),
+    ),
+    find_by_kind("label studio", "label studio table"),
     read_label_studio,
     data="an export as JSON, JSON-MIN or CSV",
     images="below the folder of the file, found by their names; or `--images DIR`",

@@ -8,6 +8,7 @@ from typing import Any
 from qbheat_det.data.checks import short
 from qbheat_det.data.datasets.account import LeftOut
 from qbheat_det.data.datasets.file_tree import FileTree
+from qbheat_det.data.datasets.label_kinds import LabelKind, json_object
 from qbheat_det.data.datasets.labelled_image import LabelledImage
 from qbheat_det.data.datasets.layout import pair
 from qbheat_det.data.datasets.text_files import UnreadableFileError, read_json
@@ -66,6 +67,14 @@ def find_points(shape: Mapping[str, Any]) -> list[tuple[float, float]]:
 LABELME = Format(
     "labelme",
     "LabelMe",
+    (
+        LabelKind(
+            "labelme",
+            (".json",),
+            json_object(("shapes", "imagePath"), ("shapes", "version")),
+            has_one_image=True,
+        ),
+    ),
     find_per_image("labelme"),
     read_labelme,
     data="a folder with a JSON file for each image",

@@ -10,6 +10,7 @@ from typing import Any
 from qbheat_det.data.checks import short
 from qbheat_det.data.datasets.account import LeftOut
 from qbheat_det.data.datasets.file_tree import FileTree
+from qbheat_det.data.datasets.label_kinds import LabelKind, json_object
 from qbheat_det.data.datasets.labelled_image import LabelledImage, corners
 from qbheat_det.data.datasets.layout import group_per_image_files, pair, sort_into_parts
 from qbheat_det.data.datasets.text_files import UnreadableFileError, read_json
@@ -78,6 +79,19 @@ def _read_size(data: str) -> tuple[int, int]:
 SUPERVISELY = Format(
     "supervisely",
     "Supervisely",
+    (
+        LabelKind(
+            "supervisely",
+            (".json",),
+            json_object(("classTitle",), ("objects", "size", "tags")),
+            has_one_image=True,
+        ),
+        LabelKind(
+            "supervisely meta",
+            (".json",),
+            json_object(("classes", "shape", "title"), ("classes", "tags", "projectType")),
+        ),
+    ),
     find_supervisely,
     read_supervisely,
     data="a project, or a folder with `ann/` and `img/`",

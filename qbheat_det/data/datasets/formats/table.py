@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data.datasets.file_tree import FileTree, find_delimiter, split_row
+from qbheat_det.data.datasets.file_tree import FileTree
 from qbheat_det.data.datasets.image_suffixes import IMAGE_SUFFIXES, UNREAD_SUFFIXES
+from qbheat_det.data.datasets.label_kinds import Ends, LabelKind
 from qbheat_det.data.datasets.labelled_image import LabelledImage, corners
-from qbheat_det.data.datasets.text_files import UnreadableFileError, decode, read_text
+from qbheat_det.data.datasets.text_files import read_text
 
-from .base import Format, Labels, LabelSet, find_sets, read_with
+from .base import Format, Labels, LabelSet, find_by_kind, read_with
 
 # Known names of each column, in lower case and without underscores, spaces and dots.
 _IMAGE = (
@@ -174,56 +175,43 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def find_table(tree: FileTree) -> list[LabelSet]:
-    """Finds tables of boxes by their columns."""
-    tables = [path for path in tree.label_files.get("csv", ()) if _read_columns(path)]
-    return find_sets(tree, tables)
+def _is_table(ends: Ends) -> bool:
+    return find_columns(*_split_lines(ends.lines)[:2]) is not None
+
+
+def _split_lines(lines: Sequence[str]) -> tuple[list[str], list[str], str]:
+    """Returns the cells of the first and the second line of a table, and its delimiter."""
+    counts = {mark: lines[0].count(mark) if lines else 0 for mark in ",;\t|"}
+    delimiter = max(counts, key=lambda mark: counts[mark])
+    rows = [next(csv.reader([line], delimiter=delimiter), []) for line in lines[:2]]
+    first, second = [*rows, [], []][:2]
+    return [cell.strip() for cell in first], [cell.strip() for cell in second], delimiter
 
 
 def _read_first(path: str) -> tuple[list[str], list[str], str]:
     """Returns the cells of the first and the second line of a table, and its delimiter."""
-    with open(path, "rb") as stream:
-        head = stream.read(20_000)
-    lines = head.rsplit(b"\n", 1)[0] if head.count(b"\n") and b"\0" not in head else head
-    text = decode(lines[: len(lines) // 4 * 4] if b"\0" in lines else lines).content
-    lines_of_text = [line for line in text.splitlines() if line.strip()]
-    delimiter = find_delimiter(lines_of_text[0]) if lines_of_text else ","
-    cells = [split_row(line, delimiter) for line in lines_of_text[:2]]
-    first, second = [*cells, [], []][:2]
-    return first, second, delimiter
+    ends = Ends.read(path)
+    return _split_lines(ends.lines if ends else ())
 
 
 def _read_columns(path: str) -> Columns | None:
-    try:
-        return find_columns(*_read_first(path)[:2])
-    except (OSError, UnreadableFileError, csv.Error):
-        return None
+    return find_columns(*_read_first(path)[:2])
 
 
 def describe_columns(path: str) -> str:
     """Returns a message with the columns that a table has, and those that it needs."""
-    try:
-        first = ", ".join(_read_first(path)[0])
-    except (OSError, UnreadableFileError, csv.Error):
-        first = ""
+    first = ", ".join(_read_first(path)[0])
     return f"'{path}' has the columns {first or '(none)'}, but --data needs {_NEEDED}"
 
 
 def names_images(path: str) -> bool:
     """Returns whether a table has a column of images."""
-    return any(map(_is_image, _read_row(path)))
+    return any(map(_is_image, _read_first(path)[1]))
 
 
 def has_unknown_boxes(path: str) -> bool:
     """Returns whether a table has images and four numbers or more in columns of unknown names."""
-    return names_images(path) and sum(map(_is_number, _read_row(path))) >= 4
-
-
-def _read_row(path: str) -> list[str]:
-    try:
-        return _read_first(path)[1]
-    except (OSError, UnreadableFileError, csv.Error):
-        return []
+    return names_images(path) and sum(map(_is_number, _read_first(path)[1])) >= 4
 
 
 def read_table(tree: FileTree, labels: LabelSet, part: str) -> Labels:
@@ -304,7 +292,8 @@ _read = read_with(read_file, "CSV")  # type: ignore[arg-type]
 TABLE = Format(
     "table",
     "CSV",
-    find_table,
+    (LabelKind("table", (".csv", ".tsv"), _is_table),),
+    find_by_kind("table"),
     read_table,
     data="a file with the columns `filename, class, xmin, ymin, xmax, ymax`, or `x, y, width, "
     "height`, or `bbox`; a file without a header with `path, x1, y1, x2, y2, class`; a folder with "

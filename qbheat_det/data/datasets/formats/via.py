@@ -10,6 +10,7 @@ from typing import Any
 from qbheat_det.core.errors import UserError
 from qbheat_det.data.checks import short
 from qbheat_det.data.datasets.file_tree import FileTree
+from qbheat_det.data.datasets.label_kinds import Ends, LabelKind, json_object, starts_with
 from qbheat_det.data.datasets.labelled_image import (
     BROKEN,
     LabelledImage,
@@ -19,23 +20,10 @@ from qbheat_det.data.datasets.labelled_image import (
 )
 from qbheat_det.data.datasets.text_files import read_json, read_text
 
-from .base import Format, Labels, LabelSet, find_sets, read_with
+from .base import Format, Labels, LabelSet, find_by_kind, read_with
 
 NAME_KEYS = ("label", "class", "name", "type", "category")
-_CSV_COLUMNS = ("filename", "region_shape_attributes", "region_attributes")
 _ONLY_CLASS = "object"
-
-
-def find_via(tree: FileTree) -> list[LabelSet]:
-    """Finds projects and JSON exports by their content, and CSV exports by their columns."""
-    tables = [path for path in tree.label_files.get("csv", ()) if _is_table(path)]
-    return find_sets(tree, [*tree.label_files.get("via", ()), *tables])
-
-
-def _is_table(path: str) -> bool:
-    with open(path, "rb") as stream:
-        head = stream.readline(1000).decode(errors="replace")
-    return all(column in head for column in _CSV_COLUMNS)
 
 
 def read_via(tree: FileTree, labels: LabelSet, part: str) -> Labels:
@@ -120,10 +108,20 @@ def choose_name(attributes: Mapping[str, Any]) -> object:
 
 _read = read_with(read_file, "VGG Image Annotator")
 
+
+def _is_via(ends: Ends) -> bool:
+    has_regions = json_object(("regions", "filename"))
+    return has_regions(ends) or (ends.start.lstrip().startswith("{") and '"_via_' in ends.both)
+
+
 VIA = Format(
     "via",
     "VGG Image Annotator",
-    find_via,
+    (
+        LabelKind("via", (".json",), _is_via),
+        LabelKind("via table", (".csv",), starts_with("filename", "region_shape_attributes")),
+    ),
+    find_by_kind("via", "via table"),
     read_via,
     data="a project, or an export of annotations as JSON or CSV",
     images="below the folder of the file, found by their names; or `--images DIR`",

@@ -16,6 +16,7 @@ from xml.etree.ElementTree import Element
 from qbheat_det.core.errors import UserError
 from qbheat_det.data.datasets.account import LeftOut
 from qbheat_det.data.datasets.file_tree import FileTree
+from qbheat_det.data.datasets.label_kinds import Ends, LabelKind
 from qbheat_det.data.datasets.labelled_image import LabelledImage
 from qbheat_det.data.datasets.layout import (
     Folders,
@@ -173,9 +174,17 @@ def _read_edges(thing: Element) -> Iterator[float]:
         yield float(thing.findtext(f"bndbox/{key}") or "")
 
 
+def _is_voc(ends: Ends) -> bool:
+    text = ends.start
+    # LabelMe's website has files of the same root, with polygons.
+    is_of_labelme = "<polygon>" in text and "<bndbox>" not in text
+    return "<annotation" in text and "<annotations" not in text and not is_of_labelme
+
+
 VOC = Format(
     "voc",
     "Pascal VOC",
+    (LabelKind("voc", (".xml",), _is_voc, has_one_image=True),),
     find_voc,
     read_voc,
     data="a folder with an XML file for each image, such as `VOCdevkit/VOC2007` with "

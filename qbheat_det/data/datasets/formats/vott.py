@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 
+from qbheat_det.data.datasets.label_kinds import LabelKind, json_object
 from qbheat_det.data.datasets.labelled_image import LabelledImage, corners
 from qbheat_det.data.datasets.text_files import read_json
 
@@ -27,6 +28,7 @@ def read_file(file: str) -> Iterator[LabelledImage]:
 VOTT = Format(
     "vott",
     "VoTT",
+    (LabelKind("vott", (".json",), json_object(("regions", "asset"))),),
     find_by_kind("vott"),
     read_with(read_file, "VoTT"),
     data="a project or a JSON export",

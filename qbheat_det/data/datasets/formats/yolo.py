@@ -22,6 +22,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import short
 from qbheat_det.data.datasets.file_tree import FileTree, is_below
+from qbheat_det.data.datasets.label_kinds import LabelKind, lines_like
 from qbheat_det.data.datasets.labelled_image import LabelledImage
 from qbheat_det.data.datasets.layout import (
     find_ending,
@@ -40,6 +41,7 @@ from qbheat_det.data.datasets.text_files import (
 
 from .base import Format, Labels, LabelSet, add_unpaired, locate_image
 
+_OBJECT = r"^\s*\d+(\.0*)?(\s+[-+0-9.eE]+|\s+nan){4,}\s*$"  # class and four numbers or more
 _LARGEST = 10_000_000  # largest size of a manifest in bytes
 _IS_DATA_YAML = re.compile(r"^[\"']?(names|nc)[\"']?\s*:", re.MULTILINE)
 _HAS_PART = re.compile(r"^[\"']?(train|val|test)[\"']?\s*:", re.MULTILINE)
@@ -400,6 +402,7 @@ def _add_line(
 YOLO = Format(
     "yolo",
     "YOLO",
+    (LabelKind("yolo", (".txt",), lines_like(_OBJECT), has_one_image=True),),
     find_yolo,
     read_yolo,
     data="a `data.yaml` of Ultralytics or an `obj.data` of Darknet, or a folder with one of them; "

@@ -1,0 +1,140 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Kinds of label files, and how they are recognized by the first and the last characters.
+
+Each format lists its kinds. A large file is not read to recognize it.
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from .text_files import UnreadableFileError, decode
+
+_LENGTH = 16_384  # bytes at the start and at the end of a file
+_NUM_LINES = 20
+
+Matches = Callable[["Ends"], bool]
+
+
+class LabelKind(NamedTuple):
+    """A kind of label file.
+
+    Attributes:
+        name: name of the kind.
+        suffixes: suffixes of the files, in lower case.
+        matches: returns whether a file is of this kind.
+        has_one_image: whether a file has the labels of one image.
+    """
+
+    name: str
+    suffixes: tuple[str, ...]
+    matches: Matches
+    has_one_image: bool = False
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The start of a file, and the start together with the end."""
+
+    start: str
+    both: str
+
+    @cached_property
+    def keys(self) -> str:
+        """Both ends of a JSON file, without spaces between keys and colons."""
+        return re.sub(r'"\s+:', '":', self.both)
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """The first lines that are not blank."""
+        lines = (line for line in self.start.splitlines() if line.strip())
+        return [line for line, _ in zip(lines, range(_NUM_LINES), strict=False)]
+
+    @classmethod
+    def read(cls, path: str) -> "Ends | None":
+        """Reads a file. Returns None if it is no text."""
+        try:
+            with open(path, "rb") as stream:
+                head = stream.read(_LENGTH)
+                if os.fstat(stream.fileno()).st_size > 2 * _LENGTH:
+                    stream.seek(-_LENGTH, os.SEEK_END)
+                tail = stream.read()
+            start = _decode_start(head)
+        except (OSError, UnreadableFileError):
+            return None
+        return cls(start, start + tail.decode("utf-8", errors="replace"))
+
+
+def _decode_start(head: bytes) -> str:
+    """Decodes the start of a file, which may end within a character."""
+    for cut in range(4):
+        with contextlib.suppress(UnicodeDecodeError):
+            text = head[: len(head) - cut].decode("utf-8-sig")
+            if "\0" not in text:
+                return text
+    return decode(head[: len(head) // 4 * 4] if len(head) == _LENGTH else head).content
+
+
+def find_kind(path: str, kinds: Sequence[LabelKind]) -> str:
+    """Returns the name of the first kind that matches a file; "" if none does.
+
+    An empty file, or one of blank lines, is of the kind "empty".
+    """
+    suffix = os.path.splitext(path)[1].lower()
+    known = [kind for kind in kinds if suffix in kind.suffixes]
+    ends = Ends.read(path) if known else None
+    if ends is None:
+        return ""
+    if not ends.lines:
+        return "empty"
+    return next((kind.name for kind in known if kind.matches(ends)), "")
+
+
+def json_object(*keys: Sequence[str]) -> Matches:
+    """Returns a test for a JSON object that has all keys of one of several groups.
+
+    The keys may be at any depth, near the start or the end of the file.
+    """
+
+    def matches(ends: Ends) -> bool:
+        return ends.start.lstrip().startswith("{") and _has_keys(ends, keys)
+
+    return matches
+
+
+def json_list(*keys: Sequence[str]) -> Matches:
+    """Returns a test for a JSON list, see ``json_object``."""
+
+    def matches(ends: Ends) -> bool:
+        return ends.start.lstrip().startswith("[") and _has_keys(ends, keys)
+
+    return matches
+
+
+def _has_keys(ends: Ends, groups: Sequence[Sequence[str]]) -> bool:
+    return any(all(f'"{key}":' in ends.keys for key in group) for group in groups)
+
+
+def lines_like(pattern: str, *, header: str = "") -> Matches:
+    """Returns a test for a text file of which at least half of the lines match a pattern.
+
+    A file that begins with ``header`` matches too.
+    """
+    line = re.compile(pattern, re.IGNORECASE)
+
+    def matches(ends: Ends) -> bool:
+        if header and ends.lines[0].startswith(header):
+            return True
+        # A few lines may be damaged.
+        return 2 * sum(bool(line.match(text)) for text in ends.lines) >= len(ends.lines)
+
+    return matches
+
+
+def starts_with(*words: str) -> Matches:
+    """Returns a test for a file whose first line that is not blank has all words."""
+    return lambda ends: all(word in ends.lines[0] for word in words)
