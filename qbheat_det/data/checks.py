@@ -176,9 +176,13 @@ def are_numbers(values: object, largest: float) -> bool:
     if not isinstance(values, list):
         return False
     try:
-        return all(abs(number) <= largest for number in array("d", values))
+        numbers = array("d", values)
     except (TypeError, OverflowError):
         return False
+    if not numbers:
+        return True
+    # The sum is nan if one of the numbers is.
+    return math.isfinite(sum(numbers)) and max(numbers) <= largest and min(numbers) >= -largest
 
 
 def short(value: object) -> str:

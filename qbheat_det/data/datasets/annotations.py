@@ -154,14 +154,16 @@ def build_annotations(
     account.left_out += labels.left_out
     account.notes += [note for note in labels.notes if note not in account.notes]
     builder = _Builder(categories, account)
-    result = Annotations(origin, tree.root, [], [], list(categories), account)
+    root = _find_root(tree, labels)
+    result = Annotations(origin, root, [], [], list(categories), account)
     with_label_file = set()
     ids = _choose_ids([one.id for one in labels.images if one.reason is None])
     for image in labels.images:
         if image.reason is not None:
             _leave_out_image(image, account)
             continue
-        name = os.path.relpath(image.file, tree.root)
+        inside = image.file.startswith(root + os.sep)
+        name = image.file[len(root) + 1 :] if inside else os.path.relpath(image.file, root)
         if image.label_file:
             with_label_file.add(name)
             account.used["label file"] += 1
@@ -174,7 +176,7 @@ def build_annotations(
         builder.add(image, entry)
     result.annotations = builder.number()
     outside = [one["file_name"] for one in result.images if one["file_name"].startswith("..")]
-    outside = [name for name in outside if not tree.has(os.path.join(tree.root, name))]
+    outside = [name for name in outside if not tree.has(os.path.join(root, name))]
     if outside:
         account.notes.append(f"{len(outside):,} images are outside '{tree.root}': {outside[0]}")
     result.problem = labels.problem
@@ -183,6 +185,20 @@ def build_annotations(
     if is_whole and len(result.images) == len(labels.images) and labels.is_original:
         result.original = labels.files[0]
     return result
+
+
+def _find_root(tree: FileTree, labels: Labels) -> str:
+    """Returns the folder to which names are relative.
+
+    This is the folder to which all names in a COCO file are relative, or else the tree's root.
+    """
+    images = [image for image in labels.images if image.reason is None]
+    if not labels.is_original or not images:
+        return tree.root
+    root = images[0].file.removesuffix(images[0].name).rstrip(os.sep)
+    prefix = root + os.sep
+    is_common = all(image.file == prefix + image.name for image in images)
+    return root if is_common and tree.has(root) else tree.root
 
 
 def _join_repeated(labels: Labels, account: Account) -> None:

@@ -146,8 +146,10 @@ class FileTree:
 
     def relative(self, path: str) -> str:
         """Returns a path relative to the root that contains it."""
-        root = next((root for root in self._roots if is_below(path, root)), self.root)
-        return os.path.relpath(path, root)
+        for root in self._roots:
+            if path.startswith(root + os.sep):
+                return path[len(root) + 1 :]
+        return os.path.relpath(path, self.root)
 
     @cached_property
     def all_images(self) -> list[str]:

@@ -275,6 +275,11 @@ def locate(tree: FileTree, name: str, label_file: str, part: str = "all") -> str
     by their part and by their distance from the label file.
     """
     name = name.replace("\\", "/").strip()
+    last = name.rpartition("/")[2]
+    found = tree.find_images(last) if last else []
+    is_relative = not name.startswith(("/", "../"))
+    if len(found) == 1 and is_relative:
+        return found[0]
     folder = os.path.dirname(label_file)
     for base in (folder, tree.root):
         path = os.path.normpath(os.path.join(base, name.lstrip("/")))
@@ -283,10 +288,8 @@ def locate(tree: FileTree, name: str, label_file: str, part: str = "all") -> str
             if same_part or "/" in name:
                 return path
     outside = os.path.normpath(os.path.join(folder, name))
-    if name.startswith(("/", "../")) and os.path.isfile(outside):
+    if not is_relative and os.path.isfile(outside):
         return outside
-    last = name.rpartition("/")[2]
-    found = tree.find_images(last) if last else []
     if len(found) > 1:
         found = _narrow(tree, found, name, folder, part)
     return found[0] if len(found) == 1 else list(found)

@@ -5,8 +5,10 @@
 ``Source`` says what to read, and is saved in ``run.json``. ``read_annotations`` reads it.
 """
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import json
 import logging
@@ -15,7 +17,7 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -246,7 +248,20 @@ def forget_annotations() -> None:
     _read.cache_clear()
 
 
+@contextlib.contextmanager
+def _paused_collection() -> Iterator[None]:
+    """Pauses the collection of garbage, which would visit all new objects again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 @functools.lru_cache(maxsize=4)
+@_paused_collection()
 def _read(path: str, image_root: str, format: str, classes: tuple[str, ...]) -> _DataSet:
     """Reads all parts of a data set, and accounts for all files below its folder."""
     if os.path.isdir(path):

@@ -134,12 +134,23 @@ def parse_xml(file: str | Path) -> ElementTree.Element:
         path = Path(file)
         if path.stat().st_size > _LARGEST_XML:
             raise UnreadableFileError("it is too large for a file of labels")
-        text = _decode_xml(path.read_bytes())
-        if "<!DOCTYPE" in text or "<!ENTITY" in text:
+        content = path.read_bytes()
+        declared = _DECLARATION.match(content)
+        is_utf8 = not declared or declared[1].lower() in (b"utf-8", b"utf8", b"ascii")
+        text = content if is_utf8 and _is_utf8(content) else _decode_xml(content).encode()
+        if b"<!DOCTYPE" in text or b"<!ENTITY" in text:
             raise UnreadableFileError("it has a DOCTYPE, which may expand without limit")
         return ElementTree.fromstring(text)
     except (OSError, ElementTree.ParseError, LookupError, UnicodeDecodeError) as error:
         raise UnreadableFileError(f"it cannot be read as XML: {one_line(error)}") from error
+
+
+def _is_utf8(content: bytes) -> bool:
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in content
 
 
 def _decode_xml(content: bytes) -> str:

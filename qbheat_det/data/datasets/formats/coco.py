@@ -4,7 +4,7 @@
 import os
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -218,7 +218,7 @@ class _Reading:
             must = "must be an id in the list of categories"
             raise ValueError(f"category_id {short(category_id)} {must}")
         box = entry.get("bbox")
-        if not (isinstance(box, list) and len(box) == 4 and are_numbers(box, _MAX_COORDINATE)):
+        if not _is_box(box):
             must = "must be four finite numbers [x, y, width, height] in pixels"
             raise ValueError(f"bbox {must}, but is {short(box)}")
         x, y, width, height = box
@@ -254,7 +254,7 @@ class _Reading:
         rows = []
         for entry in entries:
             box = entry.get("bbox") if isinstance(entry, dict) else None
-            if not (isinstance(box, list) and len(box) == 4 and are_numbers(box, _MAX_COORDINATE)):
+            if not _is_box(box):
                 continue
             key = entry.get("image_id")
             image = by_id.get(key) if isinstance(key, int | str) else None
@@ -309,6 +309,13 @@ def _is_id(value: object, *, texts: bool = False) -> bool:
     if type(value) is int:
         return abs(value) < _LARGEST_ID
     return texts and isinstance(value, str)
+
+
+def _is_box(box: object) -> TypeGuard[list[float]]:
+    """Returns whether a value is a list of four finite numbers."""
+    if not isinstance(box, list) or len(box) != 4:
+        return False
+    return are_numbers(box, _MAX_COORDINATE) and not any(isinstance(value, bool) for value in box)
 
 
 def _has_polygon(segmentation: object) -> bool:

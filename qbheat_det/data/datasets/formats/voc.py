@@ -10,7 +10,7 @@ Difficult objects become crowds, which training and evaluation ignore.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from xml.etree.ElementTree import Element
 
 from qbheat_det.core.errors import UserError
@@ -169,9 +169,11 @@ def _add_object(image: LabelledImage, place: str, thing: Element) -> None:
     image.add(place, name, points, is_box=True, is_crowd=is_crowd)
 
 
-def _read_edges(thing: Element) -> Iterator[float]:
-    for key in ("xmin", "ymin", "xmax", "ymax"):
-        yield float(thing.findtext(f"bndbox/{key}") or "")
+def _read_edges(thing: Element) -> list[float]:
+    box = thing.find("bndbox")
+    if box is None:
+        raise ValueError("it has no bndbox")
+    return [float(box.findtext(key) or "") for key in ("xmin", "ymin", "xmax", "ymax")]
 
 
 def _is_voc(ends: Ends) -> bool:
