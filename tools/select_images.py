@@ -111,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
     )
     paths = write_selection(selection, args.output)
     pool = selection.pool
+    if pool.account.used:
+        print(f"Labelled: {pool.account.summarize()}")
     for path, reason in pool.unreadable.items():
         print(f"left out: '{path}': {reason}", file=sys.stderr)
     print(

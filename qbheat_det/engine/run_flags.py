@@ -35,7 +35,8 @@ SIZES = ("MIN_SIZE_TRAIN", "MAX_SIZE_TRAIN", "MIN_SIZE_TEST", "MAX_SIZE_TEST", "
 _SMALLEST = 32  # smallest --image-size in pixels
 FIRST_STAGE_WEIGHTS = Path("first_stage", "model_final.safetensors")
 """The result of ``SOLVER.FIRST_STAGE`` in ``OUTPUT_DIR``, from which the second stage starts."""
-_FREEZE_ALL = 9  # value of FREEZE_AT that freezes every backbone
+FREEZE_ALL = 9
+"""Value of ``MODEL.BACKBONE.FREEZE_AT`` that freezes every backbone."""
 
 
 @dataclass(kw_only=True)
@@ -126,7 +127,7 @@ class RunFlags:
             if value is not None and value is not False and value != "":
                 if key in self.opts[::2]:
                     raise UserError(f"--{name} and {key} set the same value: leave one out")
-                text = {"weights": find_weights, "freeze": lambda _: str(_FREEZE_ALL)}
+                text = {"weights": find_weights, "freeze": lambda _: str(FREEZE_ALL)}
                 pairs += [key, text.get(name, str)(value)]
         given = [*pairs, *map(str, self.opts)]
         if "SOLVER.EPOCHS" in given[::2] and "SOLVER.MIN_ITER" not in given[::2]:

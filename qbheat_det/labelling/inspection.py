@@ -6,6 +6,7 @@ and predicts on the other half. ``suspects`` compares the predictions with the l
 """
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from qbheat_det.checkpoint import load_run_config
+from qbheat_det.checkpoint import find_weights, load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import replace_folders, write_atomically
+from qbheat_det.data import SeenImages, fingerprint_images
 from qbheat_det.data.datasets.splits import choose_val, group_by_rarest_class
 from qbheat_det.engine import RunFlags, train_afresh
+from qbheat_det.engine.run_flags import FREEZE_ALL
 from qbheat_det.export import export_backbone
 
 from .labels import Labels, LabelSuspect, open_labels, stack_boxes
 from .suspects import Labelled, Suspect, calibrate, find_suspects
 
+logger = logging.getLogger(__name__)
 _RECIPE = "custom/cached_retinanet_lite0_probe.yaml"
 _MOBILE_FORMER_RECIPE = "custom/cached_retinanet_285M_probe.yaml"
 _WORTH_A_LOOK = 0.1  # probability: ten looks for one error
@@ -62,11 +66,30 @@ def inspect_labels(
     """
     labels, folder = open_labels(data, images), Path(output) / "detectors"
     replace_folders(folder)
+    if encoder:
+        _warn_of_seen_images(labels, encoder)
     predictions, quality = _predict_halves(labels, folder, encoder, seed, opts)
     annotations = labels.list_annotations()
     truth = [stack_boxes(own) for own in annotations]
     suspects = calibrate(find_suspects(truth, predictions), truth, predictions, seed)
     return labels, [_describe(labels, annotations, one) for one in suspects], quality
+
+
+def _warn_of_seen_images(labels: Labels, encoder: str) -> None:
+    """Warns if the encoder was trained on labels that it now inspects."""
+    weights = Path(find_weights(encoder))
+    seen = SeenImages.read(weights.parent) if weights.is_file() else SeenImages()
+    is_frozen = load_run_config(encoder).MODEL.BACKBONE.FREEZE_AT >= FREEZE_ALL
+    if is_frozen or not seen.train:
+        return
+    file = labels.file
+    paths = [str(Path(file.image_root, image["file_name"])) for image in file.images]
+    shared = seen.train.intersection(fingerprint_images(paths).values())
+    if shared:
+        logger.warning(
+            f"'{encoder}' was trained on {len(shared):,} of the {len(paths):,} images: its encoder "
+            "may have learned their wrong labels, so fewer of them are found"
+        )
 
 
 def shortlist(suspects: Sequence[LabelSuspect], most: int | None = None) -> list[LabelSuspect]:

@@ -20,7 +20,14 @@ from detectron2.data import DatasetCatalog
 from torch import Tensor
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import Account, DataSource, forget_annotations, open_source, read_annotations
+from qbheat_det.data import (
+    Account,
+    DataSource,
+    forget_annotations,
+    join_accounts,
+    open_source,
+    read_annotations,
+)
 from qbheat_det.data.datasets.sources import forget_source, register_source
 from qbheat_det.inference.files import get_predictor, open_weights, predict_images
 from qbheat_det.inference.images import InputFile, find_inputs
@@ -55,6 +62,7 @@ class Pool:
         free: indices of the images that can be selected.
         repeated: maps each image that is left out as a near-duplicate to the image it repeats.
         unreadable: maps the path of each unreadable image to the reason.
+        account: what is used and left out of the data sets with labels.
     """
 
     files: list[str]
@@ -64,6 +72,7 @@ class Pool:
     free: list[int]
     repeated: dict[str, str]
     unreadable: dict[str, str]
+    account: Account = field(default_factory=Account, repr=False)
 
 
 @dataclass(frozen=True)
@@ -172,9 +181,10 @@ def select(
     check_whole("seed", seed)
     detector = open_detector(weights, device) if weights else None
     names = [*map(str, [images] if isinstance(images, str | Path) else images)]
-    lists = [list_labelled(str(source), names) for source in (data, val) if source]
-    labelled = list(dict.fromkeys(itertools.chain(*lists)))
+    found = [list_labelled(str(source), names) for source in (data, val) if source]
+    labelled = list(dict.fromkeys(itertools.chain(*(files for files, _ in found))))
     pool = _open_pool(names, labelled, encoder, budget, device)
+    pool = replace(pool, account=join_accounts(account for _, account in found))
     chooser = _Chooser(pool, strategy, seed, detector)
     files = chooser.choose(budget)
     classes: dict[int, str] = {}
@@ -226,15 +236,15 @@ def _open_pool(
     return Pool(files, unlabelled, vectors, count, free, repeated, unreadable)
 
 
-def list_labelled(data: str, folders: Sequence[str] = ()) -> list[str]:
-    """Returns the image paths of a labelled data set, including its validation part.
+def list_labelled(data: str, folders: Sequence[str] = ()) -> tuple[list[str], Account]:
+    """Returns the image paths of a labelled data set with its validation part, and its account.
 
     The images of a label file are searched next to it, and then in each of the ``folders``.
     """
     roots = [folder for folder in folders if os.path.isdir(folder) and os.path.isfile(data)]
     forget_annotations()
     errors: list[UserError] = []
-    found: list[tuple[int, DataSource]] = []
+    found: list[tuple[int, DataSource, Account]] = []
     for root in ["", *roots]:
         try:
             source = open_source(data, root)
@@ -243,15 +253,14 @@ def list_labelled(data: str, folders: Sequence[str] = ()) -> list[str]:
             errors.append(error)
             continue
         missing = sum(one.item == "missing image" for one in account.left_out)
-        found.append((missing, source))
+        found.append((missing, source, account))
         if not missing:
             break
     if not found:
         raise errors[0]
-    _, source = min(found, key=lambda pair: pair[0])
-    if source.has_boxes:
-        read_annotations(source.train).account.check()
-    return _list_images(source)
+    _, source, account = min(found, key=lambda one: one[0])
+    account.check()
+    return _list_images(source), account
 
 
 def _list_images(source: DataSource) -> list[str]:

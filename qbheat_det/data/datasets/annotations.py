@@ -21,7 +21,7 @@ from qbheat_det.data.images import read_sizes
 from .account import Account, LeftOut
 from .file_tree import FileTree, fold
 from .formats import Labels
-from .image_suffixes import describe_format
+from .image_suffixes import describe_format, describe_unread
 from .labelled_image import Box, LabelledImage
 
 Entry = dict[str, Any]
@@ -103,7 +103,10 @@ class Annotations:
             error = errors.get(name := image["file_name"])
             if error is not None:
                 kind = _KINDS.get(error.kind, f"with an error ({error.kind})")
-                fault = LeftOut(kind, error.where, error.reason)
+                reason = error.reason
+                if error.kind == "unreadable image":
+                    kind, reason = describe_unread(name, reason)
+                fault = LeftOut(kind, error.where, reason)
                 has_file = name in self._with_label_file
                 self.account.leave_out_image(fault, counts[name], has_label_file=has_file)
         self.images = [one for one in self.images if one["file_name"] not in errors]
@@ -249,7 +252,8 @@ def _read_sizes(images: Sequence[LabelledImage]) -> None:
     sizes = read_sizes([image.file for image in open_ends]) if open_ends else ()
     for image, size in zip(open_ends, sizes, strict=True):
         if isinstance(size, DataError):
-            image.reason = LeftOut("that cannot be read", size.where, size.reason)
+            kind, reason = describe_unread(image.file, size.reason)
+            image.reason = LeftOut(kind, size.where, reason)
         else:
             image.size = size
 

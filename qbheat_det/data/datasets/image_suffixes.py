@@ -22,6 +22,13 @@ def describe_format(path: str | os.PathLike[str]) -> tuple[str, str]:
     return f"in {suffix.upper()} format", "its format is not read: convert it to JPEG or PNG"
 
 
+def describe_unread(path: str | os.PathLike[str], reason: str) -> tuple[str, str]:
+    """Returns the kind and the reason of an image that cannot be read."""
+    if os.path.splitext(path)[1].lower() in (".heic", ".heif"):
+        return describe_format(path)
+    return "that cannot be read", reason
+
+
 def is_image(path: str) -> bool:
     """Returns whether a file is an image that is read, by its suffix."""
     return os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES
