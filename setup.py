@@ -55,6 +55,7 @@ setup(
     install_requires=[
         "torch>=2.6",
         "torchvision>=0.21",
+        "charset-normalizer>=3.1",  # encodings of label files
         "filelock>=3.13",
         "fvcore>=0.1.5.post20221221",
         "huggingface-hub>=0.30",  # timm needs it as well

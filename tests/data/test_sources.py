@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import runpy
 import urllib.parse
 import zipfile
 from pathlib import Path
@@ -388,3 +389,10 @@ def test_quoted_names_of_local_files_are_found(tmp_path, name):
     task = _task("rectanglelabels", address, x=25, y=25, width=50, height=50)
     content = read(write(tmp_path / "export.json", task))
     assert [os.fsencode(image["file_name"]) for image in content.images] == [name]
+
+
+def test_the_table_of_the_documentation_is_that_of_the_formats():
+    root = Path(__file__).resolve().parents[2]
+    text = (root / "docs" / "train.md").read_text("utf-8")
+    table = runpy.run_path(str(root / "docs" / "write_formats_table.py"))
+    assert text == table["update"](text), "run: python docs/write_formats_table.py"
