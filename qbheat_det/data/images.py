@@ -46,6 +46,7 @@ _ORIENTATION = 0x0112  # EXIF tag; its values from 5 on swap width and height
 # Other formats are unsafe: for EPS, Pillow would start another program.
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
 REDUCTIONS: tuple[int, ...] = (8, 4, 2)  # factors by which JPEGs are scaled down in decoding
+_CHUNK = 32  # number of items that a thread takes at once
 _RGB = ImageReadMode.RGB.value
 _OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors unrelated to the file
 _CLIPPED = "pixels of mode {} would be clipped to 8 bits: convert the file"
@@ -176,8 +177,15 @@ def run_threads(
     num_threads: int = 8,
 ) -> Iterator[T]:
     """Runs a function on all items in threads with a progress bar. Yields results in order."""
-    with ThreadPoolExecutor(num_threads) as pool:
-        yield from tqdm(pool.map(function, items), title, len(items), delay=2)
+    # A task of one item would take longer to pass to a thread than to run.
+    chunks = [items[start : start + _CHUNK] for start in range(0, len(items), _CHUNK)]
+    with (
+        ThreadPoolExecutor(num_threads) as pool,
+        tqdm(desc=title, total=len(items), delay=2) as progress,
+    ):
+        for results in pool.map(lambda chunk: [function(item) for item in chunk], chunks):
+            yield from results
+            progress.update(len(results))
 
 
 def find_image_errors(dataset_dicts: Sequence[dict[str, Any]]) -> list[DataError]:

@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from qbheat_det.data import (
     split_source,
 )
 from qbheat_det.data.checks import find_elongation
+from qbheat_det.evaluation import count_most_objects
 
 from .resume import find_broken_images, name_last_checkpoint
 from .run_flags import FIRST_STAGE_WEIGHTS, RunFlags, find_job
@@ -124,27 +125,41 @@ def _register_flags(cfg: CfgNode, flags: RunFlags, job: str) -> None:
         data.TEST = (names["val"],)
     elif "train" in sources and not names_test:
         data.TEST = ()  # a recipe's test sets do not fit custom training images
-    _register(sources, names, split)
+    paths = _register(sources, names, split)
     if split and not flags.eval_only:
         MetadataCatalog.get(names["val"]).split = split
     for role in sources if job == "classes" else ():
-        DatasetCatalog.get(names[role])
+        paths[role] = [record["file_name"] for record in DatasetCatalog.get(names[role])]
         MetadataCatalog.get(names[role]).account.check(data.MAX_LEFT_OUT)
     if job == "classes" and "train" in sources and len(only := list_classes(data.TRAIN)) < 2:
         raise UserError(f"'{flags.data}' has images of one class, '{only[0]}'")
     if job != "images" and sources and comm.is_main_process():
-        _find_shared(cfg, {role: names[role] for role in sources}, seen, flags.eval_only)
+        _find_shared(cfg, paths, names, seen, eval_only=flags.eval_only)
 
 
-def _register(sources: Mapping[str, Source], names: Mapping[str, str], split: Split | None) -> None:
-    """Registers sources by role, and checks that they have equal classes."""
-    found = {}
+def _register(
+    sources: Mapping[str, Source], names: Mapping[str, str], split: Split | None
+) -> dict[str, list[str]]:
+    """Registers sources by role, and checks that they have equal classes.
+
+    Returns the paths of the images of sources with boxes, by role.
+    """
+    found: dict[str, Annotations] = {}
+    paths: dict[str, list[str]] = {}
     for role, source in sources.items():
         keep = frozenset(split[source.split_part]) if split and source.split_part else None
-        found[role] = register_source(names[role], source, keep=keep)
-    train, val = found.get("train"), found.get("val")
-    if train and val:
-        check_same_classes(train, val)
+        annotations = register_source(names[role], source, keep=keep)
+        if annotations is None:
+            continue
+        found[role] = annotations
+        lists = annotations.keep(keep)
+        root = annotations.image_root
+        paths[role] = [os.path.join(root, image["file_name"]) for image in lists["images"]]
+        most = count_most_objects(lists["annotations"])
+        MetadataCatalog.get(names[role]).most_objects = most
+    if len(found) == 2:
+        check_same_classes(found["train"], found["val"])
+    return paths
 
 
 def _choose_classes(cfg: CfgNode, flags: RunFlags, sources: dict[str, Source]) -> dict[str, Source]:
@@ -261,13 +276,31 @@ def _read_seen(cfg: CfgNode) -> SeenImages:
     return SeenImages.read(weights.parent) if weights.is_file() else SeenImages()
 
 
-def _find_shared(cfg: CfgNode, names: Mapping[str, str], seen: SeenImages, eval_only: bool) -> None:
-    """Remembers which images a run has seen, and warns of validation images among them."""
-    prints = {role: _fingerprint_set(name) for role, name in names.items()}
+def _find_shared(
+    cfg: CfgNode,
+    paths: Mapping[str, Sequence[str]],
+    names: Mapping[str, str],
+    seen: SeenImages,
+    *,
+    eval_only: bool,
+) -> None:
+    """Remembers which images a run has seen, and warns of validation images among them.
+
+    Args:
+        cfg: config of the run.
+        paths: paths of the images, by role.
+        names: names of the data sets, by role.
+        seen: images that the initial weights have seen.
+        eval_only: nothing is trained.
+    """
+    if sum(map(len, paths.values())) > _MOST_FINGERPRINTS:
+        logger.info("There are too many images to remember them for later runs")
+        return
+    prints = {role: frozenset(fingerprint_images(own).values()) for role, own in paths.items()}
     own = prints.get("train", frozenset())
-    if "train" in names and not eval_only:
-        MetadataCatalog.get(names["train"]).seen = seen.extend(own, prints.get("val", ()))
     val = prints.get("val", frozenset())
+    if "train" in paths and not eval_only:
+        MetadataCatalog.get(names["train"]).seen = seen.extend(own, val)
     for count, what in (
         (len(val & own), "training images"),
         (len(val & seen.train - own), f"training images of '{cfg.MODEL.WEIGHTS}'"),
@@ -276,14 +309,6 @@ def _find_shared(cfg: CfgNode, names: Mapping[str, str], seen: SeenImages, eval_
             text = f"{count:,} of {len(val):,} validation images are {what}"
             MetadataCatalog.get(names["val"]).shared = text
             logger.warning(f"{text}: the results do not measure generalization")
-
-
-def _fingerprint_set(name: str) -> frozenset[str]:
-    paths = [record["file_name"] for record in DatasetCatalog.get(name)]
-    if len(paths) > _MOST_FINGERPRINTS:
-        logger.info(f"{len(paths):,} images of '{name}' are too many to remember for later runs")
-        return frozenset()
-    return frozenset(fingerprint_images(paths).values())
 
 
 def open_flags(flags: RunFlags, job: str) -> dict[str, Source]:

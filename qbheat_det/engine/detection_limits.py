@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog
+from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.utils import comm
 from detectron2.utils.logger import log_first_n
 
@@ -83,18 +83,20 @@ def _share_most_objects(names: Iterable[str]) -> int:
     """Returns the largest number of objects in an image; equal on all processes."""
     most = 0
     if comm.is_main_process():
-        counts = (count_most_objects(_list_annotations(name)) for name in names)
-        most = max(counts, default=0)
+        most = max(map(_count_most_objects, names), default=0)
     return comm.all_gather(most)[0]
 
 
-def _list_annotations(name: str) -> list[dict[str, object]]:
-    """Returns the annotations of a registered data set with the key "image_id"."""
-    return [
+def _count_most_objects(name: str) -> int:
+    """Returns the largest number of objects in an image of a registered data set."""
+    known: int | None = MetadataCatalog.get(name).get("most_objects")
+    if known is not None:  # the flags have given this data set
+        return known
+    return count_most_objects(
         {**annotation, "image_id": index}
         for index, record in enumerate(DatasetCatalog.get(name))
         for annotation in record.get("annotations", ())
-    ]
+    )
 
 
 def _warn(text: str) -> None:

@@ -440,7 +440,8 @@ def _register_boxes(
     register_coco_json(name, path, annotations.image_root)
     ids = {category: index for index, category in enumerate(annotations.category_ids)}
     MetadataCatalog.get(name).set(
-        thing_classes=list(annotations.class_names), thing_dataset_id_to_contiguous_id=ids
+        thing_classes=list(annotations.class_names),
+        thing_dataset_id_to_contiguous_id=ids,
     )
 
 
