@@ -196,20 +196,26 @@ def check_source(source: Source, cfg: CfgNode, *, continues: bool = False) -> No
     if not source.has_boxes:
         return
     annotations = read_annotations(source)
-    if source.labelled and continues:
+    if not source.labelled:
+        annotations.account.check(cfg.DATASETS.MAX_LEFT_OUT, images_only=True)
+        return
+    annotations.check()
+    if continues:
         reason = "the run has left it out at its start"
         broken = find_broken_images(Path(cfg.OUTPUT_DIR))
         names = {os.path.relpath(path, annotations.image_root): path for path in broken}
         own = {image["file_name"] for image in annotations.images} & names.keys()
         errors = {name: DataError("unreadable image", names[name], reason) for name in own}
         annotations.leave_out(errors)
-    elif source.labelled:
+    else:
         leave_out_images(annotations, cfg)
     annotations.account.check(cfg.DATASETS.MAX_LEFT_OUT)
 
 
 def leave_out_images(annotations: Annotations, cfg: CfgNode) -> None:
     """Leaves out images that are too elongated, and with ``DATASETS.CHECK_IMAGES`` broken ones."""
+    if annotations.problem:  # images without labels have no sizes
+        return
     longest = min(cfg.INPUT.MAX_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TEST)
     errors = _find_elongated(annotations, longest)
     if cfg.DATASETS.CHECK_IMAGES:
@@ -244,10 +250,10 @@ def _find_broken(annotations: Annotations) -> dict[str, DataError]:
 
 
 def list_accounts(cfg: CfgNode) -> list[Account]:
-    """Returns the accounts of the data sets that flags have given to a run."""
-    names = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)
-    accounts = (MetadataCatalog.get(name).get("account") for name in names)
-    return list({id(one): one for one in accounts if one is not None}.values())
+    """Returns the accounts of the data sets that flags have given to a run, one for each path."""
+    metadata = map(MetadataCatalog.get, (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))
+    accounts = {one.source.path: one.account for one in metadata if one.get("source")}
+    return list(accounts.values())
 
 
 def write_data_files(cfg: CfgNode) -> None:

@@ -187,7 +187,7 @@ def record_start(
         device = f"{device} ({torch.cuda.get_device_name()})"
     names = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)
     sources = {name: MetadataCatalog.get(name).get("source") for name in names}
-    accounts = [MetadataCatalog.get(name).get("account") for name in names]
+    accounts = {one.path: MetadataCatalog.get(name).account for name, one in sources.items() if one}
     shared = [MetadataCatalog.get(name).get("shared") for name in names]
     broken = [MetadataCatalog.get(name).get("broken") or () for name in names]
     earlier = read_run_record(path)
@@ -195,7 +195,7 @@ def record_start(
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": sys.argv,
         "data": {name: one.to_json() for name, one in sources.items() if one is not None},
-        "account": join_accounts(account for account in accounts if account).to_json(),
+        "account": join_accounts(accounts.values()).to_json(),
         "shared_images": [text for text in shared if text],
         "broken_images": sorted({path for paths in broken for path in paths}),
         "resumed_from": resumed_from,

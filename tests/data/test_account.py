@@ -303,7 +303,7 @@ def test_the_summary_counts_and_the_share_of_faults_decides():
         "1 image of the part 'test', 1 label file without an image"
     )
     account.check(0.1)
-    with pytest.raises(UserError, match=r"2 images of 451.*0\.heic.*1\.heic"):
+    with pytest.raises(UserError, match=r"2 images of 450.*0\.heic.*1\.heic"):
         account.check(0.0)
     account.left_out += [LeftOut("x", f"box {n}", "bad", "box") for n in range(400)]
     with pytest.raises(UserError, match=r"400 boxes of 3,723.*box 4.*and 395 more") as error:

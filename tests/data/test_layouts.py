@@ -6,10 +6,12 @@ import os
 import shutil
 
 import pytest
+from detectron2.data import DatasetCatalog, MetadataCatalog
 from PIL import Image
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import forget_annotations, open_source, read_annotations
+from qbheat_det.data import forget_annotations, open_source, read_annotations, register_source
+from qbheat_det.data.datasets.sources import forget_source
 
 from .format_cases import write
 
@@ -516,3 +518,128 @@ def test_of_two_images_of_one_name_the_one_that_is_named_has_the_labels(tmp_path
     assert [one["file_name"] for one in read_annotations(source).images] == ["a.png", "b.jpg"]
     doubles = [one.where for one in account.left_out]
     assert doubles == [str(tmp_path / "a.jpg"), str(tmp_path / "b.png")]
+
+
+def test_a_long_name_of_a_folder_does_not_mix_the_parts(tmp_path):
+    root = tmp_path / ("long_" * 24)
+    yolo_parts(root)
+    shutil.rmtree(root / "images/val")
+    write_images(root / "images/val", "ab")
+    write(root / "data.yaml", "train: images/train\nval: images/val\nnames: [cat, dog]\n")
+    source = open_source(str(root))
+    sizes = []
+    for name, part in (("long train", source.train), ("long val", source.val)):
+        register_source(name, part)
+    for name in ("long train", "long val"):
+        sizes.append(len(DatasetCatalog.get(name)))
+        forget_source(name)
+    assert sizes == [6, 2]
+
+
+def test_an_image_that_is_missing_does_not_get_its_namesake(tmp_path):
+    write_images(tmp_path / "cam1", "ab")
+    lines = [f"cam{n}/{stem}.jpg,1,2,30,40,cat{n}" for n in (1, 2) for stem in "ab"]
+    write(tmp_path / "boxes.csv", "\n".join(lines))
+    annotations = read_annotations(open_source(str(tmp_path)).train)
+    assert [one["category_id"] for one in annotations.annotations] == [0, 0]
+    missing = [one.item for one in annotations.account.faults]
+    assert missing == ["missing image"] * 2
+    yolo = tmp_path / "yolo"
+    write_yolo(yolo / "images/train", yolo / "labels/train", "ab")
+    write(yolo / "val.txt", "images/val/a.jpg\n")
+    write(yolo / "data.yaml", "train: images/train\nval: val.txt\nnames: [cat]\n")
+    forget_annotations()
+    val = read_annotations(open_source(str(yolo)).val)
+    assert not val.images
+    assert val.account.faults[0].item == "missing image"
+
+
+def test_of_two_label_files_of_one_image_one_is_used(tmp_path):
+    write_yolo(tmp_path / "images", tmp_path / "labels", "ab")
+    write(tmp_path / "images/a.txt", "0 .5 .5 .1 .1")
+    write(tmp_path / "data.yaml", "train: images\nnames: [cat]\n")
+    annotations = read_annotations(open_source(str(tmp_path)).train)
+    (fault,) = annotations.account.faults
+    assert fault.item == "label file"
+    assert "has the labels of" in fault.reason
+
+
+def test_coco_files_without_sizes_are_completed(tmp_path):
+    write_images(tmp_path / "images")
+    content = coco_content()
+    for image in content["images"]:
+        del image["width"], image["height"]
+    write(tmp_path / "train.json", json.dumps(content))
+    source = open_source(str(tmp_path)).train
+    register_source("without sizes", source)
+    records = DatasetCatalog.get("without sizes")
+    forget_source("without sizes")
+    assert {(record["width"], record["height"]) for record in records} == {(160, 120)}
+
+
+def test_files_of_both_parts_are_counted_once(tmp_path):
+    write_yolo(tmp_path / "images", tmp_path / "labels")
+    write(tmp_path / "data.yaml", "train: images\nval: images\nnames: [cat]\n")
+    source = open_source(str(tmp_path))
+    account = read_annotations(source.train).account
+    assert account is read_annotations(source.val).account
+    assert account.used == {"image": 6, "box": 12, "label file": 7}
+
+
+def test_links_to_a_folder_that_is_there_are_named(tmp_path):
+    write_voc(tmp_path / "z", tmp_path / "z")
+    (tmp_path / "a_link").symlink_to(tmp_path / "z", target_is_directory=True)
+    annotations = read_annotations(open_source(str(tmp_path)).train)
+    assert len(annotations.images) == 6
+    (left_out,) = annotations.account.left_out
+    assert left_out.kind == "behind a link"
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    write_voc(tmp_path, tmp_path)
+    (tmp_path / "lost+found").mkdir()
+    scan = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("found"):
+            raise PermissionError(13, "Permission denied")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    annotations = read_annotations(open_source(str(tmp_path)).train)
+    assert len(annotations.images) == 6
+    assert [one.kind for one in annotations.account.left_out] == ["in a closed folder"]
+
+
+def test_many_files_are_recognized_like_few(tmp_path):
+    stems = [f"img{number}" for number in range(50)]
+    write_yolo(tmp_path, tmp_path, stems)
+    write(tmp_path / "classes.txt", "cat")
+    write(tmp_path / "readme.txt", "some words")
+    annotations = read_annotations(open_source(str(tmp_path)).train)
+    assert len(annotations.annotations) == 100
+    (left_out,) = annotations.account.left_out
+    assert (left_out.item, left_out.is_fault) == ("other file", False)
+
+
+def test_class_folders_account_for_all_that_is_beside_them(tmp_path):
+    for name in ("train/cat", "train/dog", "val/cat", "val/dog", "test/cat"):
+        write_images(tmp_path / name, "ab")
+    write(tmp_path / "readme.txt", "some words")
+    write(tmp_path / "train/cat/phone.heic", "ftypheic")
+    source = open_source(str(tmp_path))
+    names = ("classes train", "classes val")
+    for name, part in zip(names, (source.train, source.val), strict=True):
+        register_source(name, part)
+    accounts = [MetadataCatalog.get(name).account for name in names]
+    for name in names:
+        forget_source(name)
+    account, other = accounts
+    assert account is other
+    assert account.used["image"] == 8
+    kinds = sorted((one.item, one.kind) for one in account.left_out)
+    assert kinds == [
+        ("image", "in HEIC format"),
+        *[("image", "of the part 'test'")] * 2,
+        ("other file", "without labels"),
+    ]

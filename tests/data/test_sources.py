@@ -131,7 +131,7 @@ BAD_FILES = [
     ("a.csv", "a,b,c\nd,e,f", r"a\.csv.*a, b, c"),
     ("a.json", '{"_via_img_metadata": {"a": {"filename": "a.jpg"}}}', "image 'a'.*regions"),
     ("a.json", "[{}]", r"a\.json"),
-    ("a.json", '[{"image": "a.jpg"}, 1]', "a.json.*task 2"),
+    ("a.json", '[{"image": "a.jpg", "label": []}, 1]', "a.json.*task 2"),
     ("a.json", '{"some": "thing"}', r"a\.json"),
     ("a.json", '[{"image_id": 1, "bbox": [1, 2, 3, 4], "score": 1}]', "results"),
     ("a.json", '{"info": {}, "categories": {}, "items": []}', "Datumaro"),
@@ -166,13 +166,7 @@ BAD_ENTRIES = [
     ("a.csv", f"{_CSV}a.jpg,cat,3,2,1,4\na.jpg,cat,1,2,3,4", "line 2"),
     ("a.csv", f"{_CSV}b.jpg,cat,1,2,3,4\na.jpg,cat,1,2,3,4", "b.jpg"),
     ("a.json", '{"a": {"filename": "a.jpg", "regions": [{"x": {}}]}}', "region 1.*shape_attr"),
-    ("a.json", _LABEL_STUDIO % '{"value": {"brushlabels": ["x"]}}', "region 1"),
     ("a.json", _LABEL_STUDIO % '{"value": {"x": 1, "y": 1, "width": 1}}', "region 1.*class"),
-    (
-        "a.xml",
-        "<annotations><image name='a.jpg'><points label='x'/></image></annotations>",
-        "1.*po",
-    ),
     ("metadata.jsonl", '{"file_name": "a.jpg", "objects": [{"bbox": [1, 2, 3]}]}', "object 1"),
 ]
 
@@ -185,6 +179,25 @@ def test_a_bad_entry_is_left_out_and_named_by_its_place(tmp_path, name, content,
     assert any(name in message and re.search(named, message) for message in messages), messages
     with pytest.raises(UserError, match=named):
         account.check()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", _LABEL_STUDIO % '{"value": {"brushlabels": ["x"], "format": "rle"}}'),
+        ("a.xml", "<annotations><image name='a.jpg'><points label='x'/></image></annotations>"),
+        (
+            "a.json",
+            '{"a": {"filename": "a.jpg", "regions": [{"shape_attributes": {"name": "point"}}]}}',
+        ),
+    ],
+)
+def test_a_shape_that_cannot_have_a_box_is_no_fault(tmp_path, name, content):
+    write_image(tmp_path / "a.jpg")
+    account = read(write(tmp_path / name, content)).account
+    (left_out,) = account.left_out
+    assert (left_out.item, left_out.kind, left_out.is_fault) == ("box", "without a box", False)
+    account.check(0.0)
 
 
 def _via(**shape):
@@ -249,8 +262,10 @@ def test_a_bad_object_is_left_out_and_named_by_its_file_and_place(tmp_path, make
     text = file.read_text()
     file.write_text(text + new if old == "$" else text.replace(old, new))
     annotations = read(root)
-    (fault,) = annotations.account.faults
+    fault, *others = annotations.account.faults
     assert re.search(rf"{file}.*{reason}", fault.message)
+    # Without its label file, an image cannot be used.
+    assert [one.item for one in others] == ["image"][: fault.item == "label file"]
     kept = list_boxes(annotations)
     assert kept["a"] == BOXES["a"]
     assert kept.get("b", []) == (BOXES["b"] if old == "$" else [])
@@ -328,8 +343,9 @@ def test_a_data_yaml_names_lists_polygons_keypoints_and_a_part_to_evaluate_on(tm
 def test_images_without_any_label_file_and_broken_ones_are_named(tmp_path):
     source = open_source(str(write_yolo(tmp_path))).train
     write(tmp_path / "train/images/b.jpg", "no image")
+    forget_annotations()
     account = read_annotations(source).account
-    assert [one.kind for one in account.faults] == ["that cannot be read"]
+    assert [one.item for one in account.faults] == ["image"]
     with pytest.raises(UserError, match=r"images/b\.jpg"):
         account.check()
     for file in (tmp_path / "train/labels").iterdir():

@@ -2,7 +2,7 @@
 """The account of a data set: what is used, and what is left out for which reason.
 
 Each image file, each label file and each box below a data set's folder is counted once, as used or
-as left out. Only ``annotations.py`` and ``image_folder.py`` fill an account.
+as left out. ``annotations.py`` counts what readers yield, and ``sources.py`` all other files.
 """
 
 import os
@@ -56,12 +56,16 @@ class Account:
         clipped: locations of used boxes that reach beyond their image, and are clipped.
         left_out: items that are not used.
         notes: what was assumed, replaced or joined, one sentence each.
+        files: images that are counted as used, also those in ``removed``.
+        removed: images that were left out after they had been counted.
     """
 
     used: Counter[Item] = field(default_factory=Counter)
     clipped: list[str] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    files: set[str] = field(default_factory=set, repr=False)
+    removed: set[str] = field(default_factory=set, repr=False)
 
     @property
     def faults(self) -> list[LeftOut]:
@@ -78,21 +82,23 @@ class Account:
         self.clipped += other.clipped
         self.left_out += other.left_out
         self.notes += [note for note in other.notes if note not in self.notes]
+        self.files |= other.files
+        self.removed |= other.removed
 
     def replace_with(self, other: "Account") -> None:
         """Takes over the content of another account."""
         self.used, self.clipped = Counter(other.used), list(other.clipped)
         self.left_out, self.notes = list(other.left_out), list(other.notes)
 
-    def leave_out_image(self, fault: LeftOut, num_boxes: int, *, has_label_file: bool) -> None:
+    def leave_out_image(self, fault: LeftOut, num_boxes: int, label_file: str) -> None:
         """Moves an image with its boxes and its label file from the used to the left out items."""
         self.used["image"] -= 1
         self.left_out.append(fault)
         self.leave_out_boxes_of(fault, num_boxes)
-        if has_label_file:
+        if label_file:
             self.used["label file"] -= 1
             kind = "of left out images"
-            self.left_out.append(LeftOut(kind, fault.where, fault.reason, "label file", False))
+            self.left_out.append(LeftOut(kind, label_file, fault.reason, "label file", False))
         self.used["box"] -= num_boxes
 
     def leave_out_boxes_of(self, image: LeftOut, num_boxes: int) -> None:
@@ -112,20 +118,21 @@ class Account:
         texts = [f"{_number(count, item)} {kind}" for (item, kind), count in rows]
         return f"{line}; left out: {', '.join(texts)}" if texts else line
 
-    def check(self, max_share: float = MAX_LEFT_OUT) -> None:
+    def check(self, max_share: float = MAX_LEFT_OUT, *, images_only: bool = False) -> None:
         """Raises a ``UserError`` if more than a share of the images or of the boxes have faults.
 
-        The message names the first faults, and a temporary file that lists all of them. With a
-        share of 0, each fault is an error.
+        The share is that of the faults in the used items and the faults. The message names the
+        first faults, and a temporary file that lists all of them. With a share of 0, each fault is
+        an error. With ``images_only``, faults of boxes and label files do not matter.
         """
         checked: tuple[tuple[Item, ...], ...] = (
             ("image", "missing image"),
             ("label file",),
             ("box",),
         )
-        for items in checked:
+        for items in checked[:1] if images_only else checked:
             own = [one for one in self.faults if one.item in items]
-            total = sum(map(self.count, items))
+            total = sum(self.used[item] for item in items) + len(own)
             if len(own) <= max_share * total:
                 continue
             shown = join_first((one.message for one in own), _SHOWN, separator="; ")

@@ -6,10 +6,10 @@ sizes that they lack, leaves out boxes that cannot be right, clips boxes to thei
 ids. It is the only place where an account of boxes is filled.
 """
 
+import itertools
 import os
-import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,11 @@ from qbheat_det.data.images import read_sizes
 from .account import Account, LeftOut
 from .file_tree import FileTree, fold
 from .formats import Labels
-from .image_suffixes import describe_format, describe_unread
-from .labelled_image import Box, LabelledImage
+from .image_suffixes import IMAGE_SUFFIXES, UNREAD_SUFFIXES, describe_format
+from .labelled_image import MARGIN, Box, LabelledImage
 
 Entry = dict[str, Any]
-
-_MARGIN = 1.5  # pixels by which rounded boxes reach beyond their image
+KNOWN_SUFFIXES = IMAGE_SUFFIXES | UNREAD_SUFFIXES
 
 
 @dataclass
@@ -41,6 +40,8 @@ class Annotations:
         original: the COCO file that has exactly these lists; "" if there is none.
         problem: why there are no labels; "" if there are.
         broken: paths of the images that ``leave_out`` has removed.
+        label_files: maps names of images to the file that has only their labels.
+        clipped: maps names of images to the locations of their clipped boxes.
     """
 
     origin: str
@@ -52,6 +53,8 @@ class Annotations:
     original: str = ""
     problem: str = ""
     broken: list[str] = field(default_factory=list, repr=False)
+    label_files: dict[str, str] = field(default_factory=dict, repr=False)
+    clipped: dict[str, list[str]] = field(default_factory=dict, repr=False)
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -68,7 +71,7 @@ class Annotations:
         if self.problem:
             raise UserError(self.problem)
         if not any(not entry["iscrowd"] for entry in self.annotations):
-            faults = [one for one in self.account.faults if one.item == "box"]
+            faults = self.account.faults
             shown = f": {join_first((one.message for one in faults), 3, '; ')}" if faults else ""
             raise UserError(f"'{self.origin}' has no boxes{shown}")
         boxes = [entry["bbox"] for entry in self.annotations]
@@ -99,22 +102,20 @@ class Annotations:
             return
         ids = {image["id"]: image["file_name"] for image in self.images}
         counts = Counter(ids[one["image_id"]] for one in self.annotations)
-        for image in self.images:
-            error = errors.get(name := image["file_name"])
-            if error is not None:
-                kind = _KINDS.get(error.kind, f"with an error ({error.kind})")
-                reason = error.reason
-                if error.kind == "unreadable image":
-                    kind, reason = describe_unread(name, reason)
-                fault = LeftOut(kind, error.where, reason)
-                has_file = name in self._with_label_file
-                self.account.leave_out_image(fault, counts[name], has_label_file=has_file)
+        for name, error in errors.items():
+            path = os.path.join(self.image_root, name)
+            self.broken.append(path)
+            if path in self.account.removed:  # it is in another part too
+                continue
+            self.account.removed.add(path)
+            kind = _KINDS.get(error.kind, f"with an error ({error.kind})")
+            fault = LeftOut(kind, error.where, error.reason)
+            self.account.leave_out_image(fault, counts[name], self.label_files.get(name, ""))
+            places = set(self.clipped.get(name, ()))
+            self.account.clipped = [one for one in self.account.clipped if one not in places]
         self.images = [one for one in self.images if one["file_name"] not in errors]
         self.annotations = [one for one in self.annotations if ids[one["image_id"]] not in errors]
-        self.broken += [os.path.join(self.image_root, name) for name in errors]
         self.original = ""
-
-    _with_label_file: Collection[str] = field(default=frozenset(), repr=False)
 
     def keep(self, file_names: Collection[str] | None = None) -> dict[str, list[Entry]]:
         """Returns COCO's lists, only of the images ``file_names`` if given."""
@@ -156,38 +157,41 @@ def build_annotations(
         _read_sizes(labels.images)
     account.left_out += labels.left_out
     account.notes += [note for note in labels.notes if note not in account.notes]
-    builder = _Builder(categories, account)
     root = _find_root(tree, labels)
     result = Annotations(origin, root, [], [], list(categories), account)
-    with_label_file = set()
+    builder = _Builder(categories, account, result)
     ids = _choose_ids([one.id for one in labels.images if one.reason is None])
+    num_other_suffixes = 0
     for image in labels.images:
         if image.reason is not None:
             _leave_out_image(image, account)
             continue
         inside = image.file.startswith(root + os.sep)
         name = image.file[len(root) + 1 :] if inside else os.path.relpath(image.file, root)
-        if image.label_file:
-            with_label_file.add(name)
-            account.used["label file"] += 1
-        account.used["image"] += 1
         sizes = dict(zip(("width", "height"), image.size, strict=True)) if image.size else {}
         entry = {**image.fields, "id": next(ids), "file_name": name, **sizes}
-        entry.pop("num_annotations", None)
-        builder.is_changed |= bool(image.fields) and image.fields.get("file_name") != name
+        builder.is_changed |= bool(image.fields) and entry != image.fields
         result.images.append(entry)
         builder.add(image, entry)
+        num_other_suffixes += _has_other_suffix(image)
     result.annotations = builder.number()
+    result.problem = labels.problem
+    if num_other_suffixes:
+        account.notes.append(f"{num_other_suffixes:,} images are named with another suffix")
     outside = [one["file_name"] for one in result.images if one["file_name"].startswith("..")]
     outside = [name for name in outside if not tree.has(os.path.join(root, name))]
     if outside:
         account.notes.append(f"{len(outside):,} images are outside '{tree.root}': {outside[0]}")
-    result.problem = labels.problem
-    result._with_label_file = frozenset(with_label_file)
     is_whole = not builder.is_changed and not labels.notes and not labels.left_out
     if is_whole and len(result.images) == len(labels.images) and labels.is_original:
         result.original = labels.files[0]
     return result
+
+
+def _has_other_suffix(image: LabelledImage) -> bool:
+    """Returns whether a label file names an image with another suffix than the image has."""
+    named = os.path.splitext(image.name)[1].lower() if image.name else ""
+    return named in KNOWN_SUFFIXES and named != os.path.splitext(image.file)[1].lower()
 
 
 def _find_root(tree: FileTree, labels: Labels) -> str:
@@ -207,34 +211,61 @@ def _find_root(tree: FileTree, labels: Labels) -> str:
 def _join_repeated(labels: Labels, account: Account) -> None:
     """Joins the boxes of an image that a label file names several times.
 
-    If several files name it, the entries of the first file are used.
+    If several files name it, the entries of the first file are used. If the names differ in their
+    folders, they mean different images: those of the images that do not exist are left out.
     """
-    first: dict[str, LabelledImage] = {}
-    images = []
-    num_joined = 0
+    groups: dict[str, list[LabelledImage]] = {}
     for image in labels.images:
-        other = first.setdefault(image.file, image) if image.file and not image.reason else image
-        if other is image:
-            images.append(image)
-        elif _origin(image) == _origin(other):
-            other.boxes += [box for box in image.boxes if box not in other.boxes]
-            other.left_out += image.left_out
-            num_joined += 1
-        else:
-            reason = f"the labels of '{image.file}' are those in '{_origin(other)}'"
-            account.left_out += [
-                LeftOut("of an image with other labels", one.place, reason, "box", False)
-                for one in image.boxes
-            ]
-            account.left_out += image.left_out
-    labels.images = images
+        if image.file and not image.reason:
+            groups.setdefault(image.file, []).append(image)
+    repeated = {file: group for file, group in groups.items() if len(group) > 1}
+    num_joined = 0
+    gone: set[int] = set()
+    for file, group in repeated.items():
+        first, *others = _leave_out_other_folders(file, group)
+        for image in others:
+            gone.add(id(image))
+            if image.entry_file == first.entry_file:
+                known = {(box.name, box.xywh) for box in first.boxes}
+                first.boxes += [box for box in image.boxes if (box.name, box.xywh) not in known]
+                first.left_out += image.left_out
+                num_joined += 1
+            else:
+                reason = f"the labels of '{file}' are those in '{first.entry_file}'"
+                account.left_out += [
+                    LeftOut("of an image with other labels", one.place, reason, "box", False)
+                    for one in image.boxes
+                ]
+                account.left_out += image.left_out
+    labels.images = [image for image in labels.images if id(image) not in gone]
     if num_joined:
-        account.notes.append(f"{num_joined:,} images are named several times: boxes are joined")
+        account.notes.append(f"{num_joined:,} entries name an image again: their boxes are joined")
 
 
-def _origin(image: LabelledImage) -> str:
-    """Returns the label file in the place of an image."""
-    return re.split(r": |, (?=asset|entry|image|line|task)", image.place)[0]
+def _leave_out_other_folders(file: str, group: list[LabelledImage]) -> list[LabelledImage]:
+    """Leaves out images of a group whose names fit less to a file than others do.
+
+    Returns the others, at least one.
+    """
+    parts = file.split(os.sep)
+
+    def count_common(image: LabelledImage) -> int:
+        names = [name for name in image.name.replace("\\", "/").split("/") if name]
+        pairs = zip(reversed(names[:-1]), reversed(parts[:-1]), strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    folders = {image.name.replace("\\", "/").rpartition("/")[0] for image in group}
+    if len(folders) == 1:
+        return group
+    most = max(map(count_common, group))
+    kept = []
+    for image in group:
+        if count_common(image) == most:
+            kept.append(image)
+        else:
+            image.file = ""
+            image.miss(f"there is no image '{image.name}', only '{file}'")
+    return kept
 
 
 def _leave_out_unread(tree: FileTree, images: Sequence[LabelledImage]) -> None:
@@ -252,8 +283,7 @@ def _read_sizes(images: Sequence[LabelledImage]) -> None:
     sizes = read_sizes([image.file for image in open_ends]) if open_ends else ()
     for image, size in zip(open_ends, sizes, strict=True):
         if isinstance(size, DataError):
-            kind, reason = describe_unread(image.file, size.reason)
-            image.reason = LeftOut(kind, size.where, reason)
+            image.reason = LeftOut("that cannot be read", size.where, size.reason)
         else:
             image.size = size
 
@@ -273,36 +303,45 @@ def _leave_out_image(image: LabelledImage, account: Account) -> None:
     account.leave_out_boxes_of(reason, len(image.boxes) + len(image.left_out))
 
 
-def _choose_ids(given: Sequence[int | None]) -> Any:
+def _choose_ids(given: Sequence[int | None]) -> Iterator[int]:
     """Returns an iterator over the given ids if all are numbers and different, or new ids."""
-    is_valid = None not in given and len(set(given)) == len(given)
-    return iter(given if is_valid else range(1, len(given) + 1))
+    numbers = [id_ for id_ in given if id_ is not None]
+    is_valid = len(numbers) == len(given) == len(set(numbers))
+    return iter(numbers if is_valid else range(1, len(given) + 1))
 
 
 class _Builder:
     """Converts boxes to COCO's annotations."""
 
-    def __init__(self, categories: Sequence[Entry], account: Account) -> None:
+    def __init__(self, categories: Sequence[Entry], account: Account, result: Annotations) -> None:
         self.is_changed = False
         self._account = account
+        self._result = result
         self._ids = [one["id"] for one in categories]
         self._index = {str(one["name"]): index for index, one in enumerate(categories)}
         self._entries: list[Entry] = []
 
     def add(self, image: LabelledImage, entry: Entry) -> None:
         """Adds the boxes of an image. ``entry`` is the image in COCO's list."""
-        account = self._account
+        is_new = image.file not in self._account.files
+        self._account.files.add(image.file)
+        account = self._account if is_new else Account()  # each image is counted once
+        account.used["image"] += 1
         account.left_out += image.left_out
-        size = image.size or (0, 0)
-        num_before = len(self._entries)
+        name, size = entry["file_name"], image.size or (0, 0)
+        if image.label_file:
+            self._result.label_files[name] = image.label_file
+            account.used["label file"] += 1
+        num_before, num_clipped = len(self._entries), len(account.clipped)
         for box in image.boxes:
             index = self._index.get(box.name) if box.category is None else box.category
             if index is None:
                 known = join_first(self._index, 5)
                 reason = f"its class {box.name!r} is not one of the classes {known}"
-                self._leave_out(box, "of an unknown class", reason)
+                account.left_out.append(LeftOut("of an unknown class", box.place, reason, "box"))
+                self.is_changed = True
                 continue
-            xywh = self._fit(box, *size)
+            xywh = self._fit(box, size, account)
             if xywh is not None:
                 self._entries.append(
                     {
@@ -314,40 +353,38 @@ class _Builder:
                     }
                 )
         account.used["box"] += len(self._entries) - num_before
+        if len(account.clipped) > num_clipped:
+            self._result.clipped[name] = account.clipped[num_clipped:]
         self.is_changed |= bool(image.left_out)
 
-    def _fit(self, box: Box, width: int, height: int) -> list[float] | None:
+    def _fit(self, box: Box, size: tuple[int, int], account: Account) -> list[float] | None:
         """Returns a box in pixels that lies in its image, or None if it is left out."""
+        width, height = size
         x, y, wide, high = box.xywh
         if box.is_relative:
             x, wide, y, high = x * width, wide * width, y * height, high * height
+        kind = reason = ""
         if wide < 0 or high < 0:
-            reason = f"its width or height is negative: {_show(x, y, wide, high)}"
-            self._leave_out(box, "with a negative side", reason)
-            return None
-        if not (wide and high):
-            reason = f"its width or height is 0: {_show(x, y, wide, high)}"
-            self._leave_out(box, "without area", reason)
-            return None
-        if not (0 <= x + wide / 2 <= width and 0 <= y + high / 2 <= height):
-            reason = f"its centre lies outside the image of {width} x {height} pixels: "
-            self._leave_out(box, "outside its image", reason + _show(x, y, wide, high))
+            kind, reason = "with a negative side", "its width or height is negative"
+        elif not (wide and high):
+            kind, reason = "without area", "its width or height is 0"
+        elif not (0 <= x + wide / 2 <= width and 0 <= y + high / 2 <= height):
+            kind = "outside of the image"
+            reason = f"its centre lies outside the image of {width} x {height} pixels"
+        if kind:
+            self.is_changed = True
+            reason += f": {_show(x, y, wide, high)}"
+            account.left_out.append(LeftOut(kind, box.place, reason, "box"))
             return None
         right, bottom = x + wide, y + high
-        is_inside = (
-            min(x, y) >= -_MARGIN and right <= width + _MARGIN and bottom <= height + _MARGIN
-        )
+        is_inside = min(x, y) >= -MARGIN and right <= width + MARGIN and bottom <= height + MARGIN
         if is_inside and (box.fields or (min(x, y) >= 0 and right <= width and bottom <= height)):
             return [x, y, wide, high]
         if not is_inside:
-            self._account.clipped.append(box.place)
+            account.clipped.append(box.place)
         self.is_changed = True
         left, top = max(x, 0), max(y, 0)
         return [left, top, min(right, width) - left, min(bottom, height) - top]
-
-    def _leave_out(self, box: Box, kind: str, reason: str) -> None:
-        self.is_changed = True
-        self._account.left_out.append(LeftOut(kind, box.place, reason, "box"))
 
     def number(self) -> list[Entry]:
         """Returns the annotations. Ids are kept if all are numbers and different."""
@@ -356,7 +393,10 @@ class _Builder:
         if not is_valid or len(set(given)) < len(given):
             self.is_changed = True
             if self._entries and "id" in self._entries[0]:
-                self._account.notes.append("ids of annotations occur twice or are no numbers")
+                self._account.notes.append(
+                    f"'{self._result.origin}': ids of annotations occur twice or are no numbers: "
+                    "new ids are used"
+                )
             for number, entry in enumerate(self._entries, start=1):
                 entry["id"] = number
         return self._entries
@@ -386,5 +426,5 @@ def check_same_classes(train: Annotations, val: Annotations) -> None:
 def is_inside(box: Sequence[float], image: Entry) -> bool:
     """Returns whether a box (XYWH) lies in an image, up to the rounding of its sides."""
     x, y, width, height = box
-    right, bottom = image["width"] + _MARGIN, image["height"] + _MARGIN
-    return min(x, y) >= -_MARGIN and x + width <= right and y + height <= bottom
+    right, bottom = image["width"] + MARGIN, image["height"] + MARGIN
+    return min(x, y) >= -MARGIN and x + width <= right and y + height <= bottom

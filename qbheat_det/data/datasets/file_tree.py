@@ -5,78 +5,74 @@ import os
 import unicodedata
 import urllib.parse
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
 from qbheat_det.core.errors import UserError
 
 from .account import LeftOut
-from .image_suffixes import IMAGE_SUFFIXES, UNREAD_SUFFIXES
+from .image_suffixes import is_image, is_unread_image
 from .label_kinds import LabelKind, find_kind
 
 _SAMPLED = 40  # in larger groups of files of one suffix and folder, only a sample is opened
 _SAMPLE = 5
 _IGNORED = ("__MACOSX",)  # copies of files' properties in zips of macOS
 
-MANIFESTS = (".yaml", ".yml", ".data")
-"""Suffixes of files that name the folders and the classes of a YOLO data set."""
-
 
 def walk(
-    root: str, followed: set[str] | None = None, skipped: list[LeftOut] | None = None
+    root: str, known: Collection[str] = (), skipped: list[LeftOut] | None = None
 ) -> Iterator[str]:
     """Yields the files below a folder, sorted by name, files before subfolders.
 
-    Hidden names are skipped. Links to folders are followed once.
+    Hidden names are skipped. Links to folders outside are followed once, after all other folders.
 
     Args:
         root: the folder, absolute.
-        followed: real paths of folders that were walked before; extended.
-        skipped: a list to which links that are not followed are added.
+        known: folders that are not walked again.
+        skipped: a list to which links and folders that are not walked are added.
 
     Raises:
-        UserError: a folder does not exist, or cannot be read.
+        UserError: the root does not exist, or cannot be read.
     """
     if not os.path.isdir(root):
         state = "is a file" if os.path.exists(root) else "does not exist"
         raise UserError(f"the folder '{root}' {state}")
-    followed = set() if followed is None else followed
     skipped = [] if skipped is None else skipped
-    followed.add(os.path.realpath(root))
-    folders = [root]
-    while folders:
-        folder = folders.pop()
+    walked = [os.path.realpath(path) for path in (root, *known)]
+    folders: list[str] = [root]
+    links: list[str] = []
+    while folders or links:
+        folder = folders.pop() if folders else links.pop(0)
+        if folder in known:
+            continue
+        if os.path.islink(folder) and folder != root:
+            target = os.path.realpath(folder)
+            if any(is_below(target, other) or is_below(other, target) for other in walked):
+                reason = f"it is a link to '{target}', which is searched already"
+                skipped.append(LeftOut("behind a link", folder, reason, "other file", False))
+                continue
+            walked.append(target)
         try:
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError as error:
-            raise UserError(f"the folder '{folder}' cannot be read: {error.strerror}") from error
-        below = []
+            if folder == root:
+                raise UserError(f"the folder '{root}' cannot be read: {error.strerror}") from error
+            reason = f"it cannot be read: {error.strerror}"
+            skipped.append(LeftOut("in a closed folder", folder, reason, "other file"))
+            continue
+        below: list[str] = []
         for entry in entries:
             if entry.name.startswith(".") or entry.name in _IGNORED:
                 continue
             if entry.is_dir():
-                if _is_new(entry, followed, skipped):
-                    below.append(entry.path)
+                (links if entry.is_symlink() else below).append(entry.path)
             elif entry.is_file():
                 yield entry.path
             else:
                 reason = "it is a link to nothing, or no regular file"
                 skipped.append(LeftOut("that cannot be opened", entry.path, reason, "other file"))
         folders += reversed(below)
-
-
-def _is_new(entry: "os.DirEntry[str]", followed: set[str], skipped: list[LeftOut]) -> bool:
-    """Returns whether to walk a folder. A link to a walked folder, or a parent of one, is not."""
-    if not entry.is_symlink():
-        return True
-    target = os.path.realpath(entry.path)
-    if any(is_below(other, target) for other in followed):
-        reason = f"it is a link to '{target}', which is searched already"
-        skipped.append(LeftOut("behind a link", entry.path, reason, "other file", False))
-        return False
-    followed.add(target)
-    return True
 
 
 class FileTree:
@@ -110,7 +106,6 @@ class FileTree:
         self._kinds = tuple(kinds)
         self._per_image = {kind.name for kind in kinds if kind.has_one_image}
         self._roots: list[str] = []
-        self._followed: set[str] = set()
         self.label_file = os.path.abspath(label_file) if label_file else None
         self.images: list[str] = []
         self.unread_images: list[str] = []
@@ -131,14 +126,18 @@ class FileTree:
         for name in ("all_images", "image_set", "_images_by_name", "label_files"):
             self.__dict__.pop(name, None)
         self._roots.append(path)
-        for file in walk(path, self._followed, self.skipped):
-            suffix = os.path.splitext(file)[1].lower()
-            if suffix in IMAGE_SUFFIXES:
+        for file in walk(path, self._roots[:-1], self.skipped):
+            if is_image(file):
                 self.images.append(file)
-            elif suffix in UNREAD_SUFFIXES:
+            elif is_unread_image(file):
                 self.unread_images.append(file)
             else:
                 self.others.append(file)
+
+    @property
+    def other_roots(self) -> list[str]:
+        """The folders that have been added."""
+        return self._roots[1:]
 
     def has(self, path: str) -> bool:
         """Returns whether a path is below one of the folders."""
@@ -166,7 +165,7 @@ class FileTree:
         table: dict[str, list[str]] = defaultdict(list)
         for path in self.all_images:
             name = os.path.basename(path)
-            stem = os.path.splitext(name)[0]
+            stem = stem_of(name)
             for key in dict.fromkeys((name, stem, fold(name), fold(stem))):
                 table[key].append(path)
         return table
@@ -189,20 +188,23 @@ class FileTree:
     def label_files(self) -> dict[str, list[str]]:
         """Maps kinds, such as "coco", "voc" or "yolo", to the label files of that kind."""
         kinds: dict[str, list[str]] = defaultdict(list)
-        if self.label_file and not self.label_file.lower().endswith(MANIFESTS):
-            kinds[find_kind(self.label_file, self._kinds)].append(self.label_file)
-            kinds.pop("", None)
-            return kinds
+        if self.label_file:
+            kind = self._find_kind_of_given(self.label_file)
+            kinds[kind].append(self.label_file)
+            if not any(one.name == kind and one.names_others for one in self._kinds):
+                kinds.pop("", None)
+                return kinds
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         for path in self.others:
+            if path == self.label_file:
+                continue
             groups[os.path.dirname(path), os.path.splitext(path)[1].lower()].append(path)
         for files in groups.values():
             found = self._find_kinds(files)
             # A file beside others, named like an image, has its labels, even if it is damaged.
             usual = next((kind for kind in found if kind in self._per_image), "")
             for path, kind in zip(files, found, strict=True):
-                stem = os.path.splitext(os.path.basename(path))[0]
-                kinds[kind or (usual if self.find_images(stem) else "")].append(path)
+                kinds[kind or (usual if self.find_images(stem_of(path)) else "")].append(path)
         kinds.pop("", None)
         return kinds
 
@@ -212,18 +214,36 @@ class FileTree:
         Empty files beside others are of the same kind, and have no objects.
         """
         if len(files) > _SAMPLED:
-            step = len(files) // _SAMPLE
-            kinds = {find_kind(path, self._kinds) for path in files[::step]} - {"", "empty"}
+            of_images = [path for path in files if self.find_images(stem_of(path))]
+            sample = of_images[:: max(1, len(of_images) // _SAMPLE)]
+            kinds = {find_kind(path, self._kinds) for path in sample} - {"", "empty"}
             if len(kinds) == 1 and kinds <= self._per_image:
-                return [*kinds] * len(files)
+                (name,) = kinds
+                own = set(of_images)
+                return [name if path in own else find_kind(path, self._kinds) for path in files]
         found = [find_kind(path, self._kinds) for path in files]
-        own = next((kind for kind in found if kind in self._per_image), "")
-        return [own if kind == "empty" else kind for kind in found]
+        usual = next((kind for kind in found if kind in self._per_image), "")
+        return [usual if kind == "empty" else kind for kind in found]
 
-    def list_manifests(self) -> list[str]:
-        """Returns the files with a suffix of ``MANIFESTS`` that may have labels."""
-        files = [self.label_file] if self.label_file else self.others
-        return [path for path in files if path.lower().endswith(MANIFESTS)]
+    def _find_kind_of_given(self, path: str) -> str:
+        """Returns the kind of the only label file.
+
+        If its content matches no kind, it is of the only kind of its suffix, if there is one, so
+        that its reader tells what is wrong.
+        """
+        suffix = os.path.splitext(path)[1].lower()
+        possible = [kind.name for kind in self._kinds if suffix in kind.suffixes]
+        kind = find_kind(path, self._kinds).replace("empty", "")
+        return kind or (possible[0] if len(possible) == 1 else "")
+
+    def has_other_labels(self, kind: str) -> bool:
+        """Returns whether there are label files of one image each, of another kind."""
+        return any(self.label_files.get(other) for other in self._per_image - {kind})
+
+
+def stem_of(path: str) -> str:
+    """Returns the name of a file without its suffix."""
+    return os.path.splitext(os.path.basename(path))[0]
 
 
 def fold(name: str) -> str:

@@ -34,31 +34,43 @@ def register_image_folders(
     *,
     labelled: bool = False,
     keep: Collection[str] | None = None,
+    account: Account | None = None,
 ) -> None:
     """Registers the images in folders as one data set. They are listed at the first load.
 
     A record has ``file_name`` and ``image_id`` (its index). With ``labelled``, it also has
-    ``label``, which indexes ``folder_classes`` of the metadata. ``keep`` selects images by their
-    path relative to their folder; None keeps all. Loading fills ``account`` of the metadata, which
-    has what is left out. Registering the same folders again does nothing.
-    Raises a ``UserError`` if the name is registered with different folders.
+    ``label``, which indexes ``folder_classes`` of the metadata. Registering the same folders again
+    does nothing.
+
+    Args:
+        name: name of the data set.
+        folders: folders of images.
+        labelled: whether the direct subfolders are classes.
+        keep: paths of the images to use, relative to the common folder of ``folders``; None for
+            all.
+        account: what is left out, for the metadata. By default, loading fills the account.
+
+    Raises:
+        UserError: the name is registered with different folders.
     """
     paths = tuple(os.path.abspath(folder) for folder in folders)
     if not is_new(name, image_folders=paths):
         return
 
-    account = Account()
+    own_account = account or Account()
 
     def load() -> list[dict[str, Any]]:
         trees = [FileTree(path) for path in paths]
         records, class_names = _list_records(trees, labelled=labelled)
-        account.replace_with(_account_for(trees, labelled=labelled))
+        if account is None:
+            own_account.replace_with(_account_for(trees, labelled=labelled))
         if labelled:
             MetadataCatalog.get(name).set(folder_classes=class_names)
         if keep is not None:
-            kept = {os.path.join(folder, path) for folder in paths for path in keep}
+            base = os.path.commonpath(paths)
+            kept = {os.path.join(base, path) for path in keep}
             records = [record for record in records if record["file_name"] in kept]
-        logger.info(f"{account.summarize()}, in {', '.join(map(ascii, paths))}")
+        logger.info(f"{own_account.summarize()}, in {', '.join(map(ascii, paths))}")
         return records
 
     DatasetCatalog.register(name, load)
@@ -67,7 +79,7 @@ def register_image_folders(
         labelled=labelled,
         unlabelled=True,
         evaluator_type="reconstruction",
-        account=account,
+        account=own_account,
     )
 
 

@@ -4,13 +4,25 @@
 import os
 
 IMAGE_SUFFIXES = frozenset(
-    {".jpg", ".jpeg", ".jfif", ".jpe", ".png", ".bmp", ".webp", ".tif", ".tiff", ".heic", ".heif"}
+    {".jpg", ".jpeg", ".jfif", ".jpe", ".png", ".bmp", ".webp", ".tif", ".tiff"}
 )
-"""Suffixes of image files, in lower case. The content of a file decides about its format."""
+"""Suffixes of images that are read, in lower case."""
 UNREAD_SUFFIXES = frozenset(
     {
-        *(".arw", ".avif", ".cr2", ".cr3", ".dcm", ".dng", ".exr", ".gif", ".jp2", ".jxl", ".nef"),
-        *(".orf", ".pgm", ".ppm", ".psd", ".raf", ".rw2", ".svg", ".tga"),
+        *(
+            ".arw",
+            ".avif",
+            ".cr2",
+            ".cr3",
+            ".dcm",
+            ".dng",
+            ".exr",
+            ".gif",
+            ".heic",
+            ".heif",
+            ".jp2",
+        ),
+        *(".jxl", ".nef", ".orf", ".pgm", ".ppm", ".psd", ".raf", ".rw2", ".svg", ".tga"),
     }
 )
 """Suffixes of images in formats that are not read, in lower case."""
@@ -22,13 +34,23 @@ def describe_format(path: str | os.PathLike[str]) -> tuple[str, str]:
     return f"in {suffix.upper()} format", "its format is not read: convert it to JPEG or PNG"
 
 
-def describe_unread(path: str | os.PathLike[str], reason: str) -> tuple[str, str]:
-    """Returns the kind and the reason of an image that cannot be read."""
-    if os.path.splitext(path)[1].lower() in (".heic", ".heif"):
-        return describe_format(path)
-    return "that cannot be read", reason
+def is_image(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a file is an image that is read, by its suffix.
+
+    Telephones and messengers name some JPEG files ".heic": such a file is opened to look at it.
+    """
+    suffix = os.path.splitext(path)[1].lower()
+    return suffix in IMAGE_SUFFIXES or (suffix in (".heic", ".heif") and _is_jpeg(path))
 
 
-def is_image(path: str) -> bool:
-    """Returns whether a file is an image that is read, by its suffix."""
-    return os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES
+def is_unread_image(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a file is an image in a format that is not read."""
+    return os.path.splitext(path)[1].lower() in UNREAD_SUFFIXES and not is_image(path)
+
+
+def _is_jpeg(path: str | os.PathLike[str]) -> bool:
+    try:
+        with open(path, "rb") as stream:
+            return stream.read(3) == b"\xff\xd8\xff"
+    except OSError:
+        return False

@@ -28,12 +28,14 @@ class LabelKind(NamedTuple):
         suffixes: suffixes of the files, in lower case.
         matches: returns whether a file is of this kind.
         has_one_image: whether a file has the labels of one image.
+        names_others: whether a file names label files, which are then looked for too.
     """
 
     name: str
     suffixes: tuple[str, ...]
     matches: Matches
     has_one_image: bool = False
+    names_others: bool = False
 
 
 @dataclass(frozen=True)

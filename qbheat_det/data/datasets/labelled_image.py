@@ -3,8 +3,6 @@
 
 import contextlib
 import math
-import struct
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,11 +13,17 @@ from qbheat_det.data.images import Size
 
 from .account import LeftOut
 
+MARGIN = 1.5
+"""Pixels by which the rounded boxes of some tools reach beyond their image."""
+
 XYWH = tuple[float, float, float, float]
 
-_PACKED = (struct.error, zlib.error)
-BROKEN = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, *_PACKED)
+BROKEN = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
 """Exceptions that the content of a foreign file raises while it is read."""
+
+
+class NoBoxError(ValueError):
+    """A shape that cannot have a box, such as a point. It is left out, but it is no fault."""
 
 
 class Box(NamedTuple):
@@ -53,6 +57,7 @@ class LabelledImage:
         name: name, path or URL of the image in the label file; "" if ``file`` is already known.
         file: path of the image file; "" until ``name`` is located.
         label_file: path of the file that has the labels of this image only; "" if there is none.
+        entry_file: path of the file that names this image among others; "" if there is none.
         size: (width, height) in pixels if the label file has them.
         boxes: boxes that could be read; empty for an image without objects.
         left_out: boxes that could not be read.
@@ -65,6 +70,7 @@ class LabelledImage:
     name: str = ""
     file: str = ""
     label_file: str = ""
+    entry_file: str = ""
     size: Size | None = None
     boxes: list[Box] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
@@ -77,6 +83,8 @@ class LabelledImage:
         """Leaves out the box at ``place`` if its content raises an exception."""
         try:
             yield
+        except NoBoxError as error:
+            self.left_out.append(LeftOut("without a box", place, str(error), "box", False))
         except BROKEN as error:
             self.leave_out_box(place, describe(error))
 
@@ -173,4 +181,8 @@ def rotate_box(
 
 def describe(error: Exception) -> str:
     """Returns the reason in an exception that the content of a file raised."""
-    return f"it has no {error}" if isinstance(error, KeyError) else one_line(error)
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
+    if isinstance(error, IndexError | TypeError | AttributeError):
+        return f"its content is incomplete or of a wrong type ({one_line(error)})"
+    return one_line(error)

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .file_tree import FileTree, fold, is_below
+from .file_tree import FileTree, fold, is_below, stem_of
 
 _PARTS = {
     "train": ("train", "training", "trainset", "trainval"),
@@ -70,11 +70,15 @@ def part_of(path: str, *, by_folder: bool = False) -> str | None:
     return None
 
 
+def holds_labels(name: str) -> bool:
+    """Returns whether a folder of this name holds the labels or images of the folder above it."""
+    return any(word in _LABEL_WORDS for word in split_words(name)) or bool(part_of_name(name))
+
+
 def base_of(folders: Folders) -> Folders:
     """Returns the folder of the data set whose label files are in a folder."""
     for index, name in enumerate(folders):
-        words = split_words(name)
-        if any(word in _LABEL_WORDS for word in words) or part_of_name(name):
+        if holds_labels(name):
             return folders[:index]
     return folders
 
@@ -149,22 +153,60 @@ def pair(tree: FileTree, label_files: Sequence[str], named: Mapping[str, str] = 
         named: maps label files to the file names of images in them.
     """
     pairs = Pairs()
+    neighbours = _Neighbours(tree)
+    owners: dict[str, str] = {}
     open_ends: list[str] = []
     for label_file in label_files:
-        stem = os.path.splitext(os.path.basename(label_file))[0]
-        images = find_images_of_stem(tree, stem)
-        close = _choose_closest(tree, label_file, images)
-        if not close:
+        images = neighbours.find(label_file)
+        if not images:
             open_ends.append(label_file)
-            continue
-        if len({os.path.dirname(path) for path in close}) > 1:
-            first, second, *_ = close
-            reason = f"{len(close)} images have its name, such as '{first}' and '{second}'"
+        elif len({os.path.dirname(path) for path in images}) > 1:
+            first, second, *_ = images
+            reason = f"{len(images)} images have its name, such as '{first}' and '{second}'"
             pairs.orphans[label_file] = reason
-            continue
-        _assign(pairs, label_file, close, named.get(label_file, ""))
-    _pair_folders(tree, open_ends, pairs, named)
+        else:
+            _assign(pairs, owners, label_file, images, named.get(label_file, ""))
+    _pair_folders(tree, open_ends, pairs, owners, named)
     return pairs
+
+
+class _Neighbours:
+    """Finds images with the name of a label file in the folders that fit to its folder."""
+
+    def __init__(self, tree: FileTree) -> None:
+        self._tree = tree
+        self._images: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for path in tree.all_images:
+            self._images[os.path.dirname(path), stem_of(path)].append(path)
+        self._folders = list(dict.fromkeys(folder for folder, _ in self._images))
+        self._ranked: dict[str, list[list[str]]] = {}
+
+    def find(self, label_file: str) -> list[str]:
+        """Returns the images in the folders that fit best; [] if there are none."""
+        folder, stem = os.path.dirname(label_file), stem_of(label_file)
+        same = self._images.get((folder, stem))
+        if same:
+            return same
+        for folders in self._rank(folder):
+            found = [path for own in folders for path in self._images.get((own, stem), ())]
+            if found:
+                return found
+        images = find_images_of_stem(self._tree, stem)
+        for folders in self._rank(folder):
+            found = [path for path in images if os.path.dirname(path) in folders]
+            if found:
+                return found
+        return []
+
+    def _rank(self, folder: str) -> list[list[str]]:
+        """Returns the folders of images that fit to a folder of labels, best first."""
+        if folder not in self._ranked:
+            groups: dict[int, list[str]] = defaultdict(list)
+            for other in self._folders:
+                groups[_measure_closeness(folder, other)].append(other)
+            groups.pop(0, None)
+            self._ranked[folder] = [groups[closeness] for closeness in sorted(groups)[::-1]]
+        return self._ranked[folder]
 
 
 def find_images_of_stem(tree: FileTree, stem: str) -> list[str]:
@@ -173,19 +215,17 @@ def find_images_of_stem(tree: FileTree, stem: str) -> list[str]:
         wanted = fold(name)  # some tools name the label file of a.jpg "a.jpg.txt"
         images = tree.find_images(name)
         same = [
-            path for path in images if wanted in (fold(os.path.basename(path)), fold(_stem(path)))
+            path for path in images if wanted in (fold(os.path.basename(path)), fold(stem_of(path)))
         ]
         if same:
             return same
     return []
 
 
-def _stem(path: str) -> str:
-    return os.path.splitext(os.path.basename(path))[0]
-
-
-def _assign(pairs: Pairs, label_file: str, images: Sequence[str], named: str) -> None:
-    """Assigns one of several images of one folder to a label file."""
+def _assign(
+    pairs: Pairs, owners: dict[str, str], label_file: str, images: Sequence[str], named: str
+) -> None:
+    """Assigns one of several images of one folder to a label file, if it is free."""
 
     def rank(path: str) -> tuple[bool, int, str]:
         suffix = os.path.splitext(path)[1].lower()
@@ -193,22 +233,15 @@ def _assign(pairs: Pairs, label_file: str, images: Sequence[str], named: str) ->
         return os.path.basename(path) != named, order, path
 
     chosen, *others = sorted(images, key=rank)
+    if chosen in owners:
+        reason = f"'{chosen}' has the labels of '{owners[chosen]}'"
+        pairs.orphans[label_file] = reason
+        return
+    owners[chosen] = label_file
     pairs.image_of[label_file] = chosen
     pairs.doubles.update(dict.fromkeys(others, chosen))
 
 
-def _choose_closest(tree: FileTree, label_file: str, images: Sequence[str]) -> list[str]:
-    """Returns the images in the folder that fits best to that of a label file; [] if none fits."""
-    folder = os.path.dirname(label_file)
-    ranked: dict[int, list[str]] = defaultdict(list)
-    for path in images:
-        closeness = _measure_closeness(folder, os.path.dirname(path))
-        if closeness:
-            ranked[closeness].append(path)
-    return ranked[max(ranked)] if ranked else []
-
-
-@functools.lru_cache(maxsize=10_000)
 def _measure_closeness(first: str, second: str) -> int:
     """Returns how well two folders fit: 0 if they cannot belong together, up to 3 if equal."""
     if first == second:
@@ -234,7 +267,11 @@ def _simplify(word: str) -> str:
 
 
 def _pair_folders(
-    tree: FileTree, label_files: Sequence[str], pairs: Pairs, named: Mapping[str, str]
+    tree: FileTree,
+    label_files: Sequence[str],
+    pairs: Pairs,
+    owners: dict[str, str],
+    named: Mapping[str, str],
 ) -> None:
     """Pairs folders of arbitrary names, if only one folder has images with the names of labels."""
     by_folder: dict[str, list[str]] = defaultdict(list)
@@ -243,7 +280,7 @@ def _pair_folders(
     used = {os.path.dirname(path) for path in pairs.image_of.values()}
     with_labels = {os.path.dirname(path) for path in pairs.image_of}
     for folder, files in by_folder.items():
-        images = {file: find_images_of_stem(tree, _stem(file)) for file in files}
+        images = {file: find_images_of_stem(tree, stem_of(file)) for file in files}
         counts = Counter(
             place
             for own in images.values()
@@ -254,7 +291,7 @@ def _pair_folders(
         for file in files:
             own = [path for path in images[file] if os.path.dirname(path) == chosen]
             if own:
-                _assign(pairs, file, own, named.get(file, ""))
+                _assign(pairs, owners, file, own, named.get(file, ""))
             else:
                 pairs.orphans[file] = "there is no image of its name"
 
@@ -278,8 +315,10 @@ def locate(tree: FileTree, name: str, label_file: str, part: str = "all") -> str
     last = name.rpartition("/")[2]
     found = tree.find_images(last) if last else []
     is_relative = not name.startswith(("/", "../"))
+    named_part = part_of(name, by_folder=True) if "/" in name else None
     if len(found) == 1 and is_relative:
-        return found[0]
+        own_part = _part_of_image(tree, found[0])
+        return found[0] if not (named_part and own_part) or named_part == own_part else []
     folder = os.path.dirname(label_file)
     for base in (folder, tree.root):
         path = os.path.normpath(os.path.join(base, name.lstrip("/")))

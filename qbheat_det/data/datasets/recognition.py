@@ -115,9 +115,8 @@ def recognize(tree: FileTree, wanted: str = "") -> Recognized:
     """
     formats = [FORMATS[wanted]] if wanted else list(FORMATS.values())
     found = [(row, one) for row in formats for one in row.find(tree)]
-    # A table may repeat labels, or list results. It is used if there is nothing else.
-    if any(row.name != "table" for row, _ in found):
-        found = [(row, one) for row, one in found if row.name != "table"]
+    if not all(row.is_last for row, _ in found):
+        found = [(row, one) for row, one in found if not row.is_last]
     if not found:
         if wanted:
             raise UserError(f"'{tree.root}' has no {FORMATS[wanted].title} labels any more")
@@ -137,6 +136,8 @@ def recognize(tree: FileTree, wanted: str = "") -> Recognized:
         notes.append(f"the data set in '{folder}' is used")
         if any(is_below(path, folder) for path in tree.all_images):
             nested = FileTree(folder, kinds=KINDS)
+            for other in tree.other_roots:
+                nested.add(other)
             again = recognize(nested, row.name)
             return Recognized(again.tree, row, again.labels, notes=[*notes, *again.notes])
     return Recognized(tree, row, labels, notes=notes)

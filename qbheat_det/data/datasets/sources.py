@@ -29,9 +29,9 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import get_cache_dir, parse_record
 from qbheat_det.core.text import format_bytes, one_line
 
-from .account import Account, LeftOut
+from .account import Account, Item, LeftOut
 from .annotations import Annotations, build_annotations
-from .file_tree import FileTree
+from .file_tree import FileTree, is_below
 from .formats import FORMATS
 from .image_folder import (
     PathLike,
@@ -39,7 +39,8 @@ from .image_folder import (
     is_new,
     register_image_folders,
 )
-from .layout import part_of, split_words
+from .image_suffixes import describe_format
+from .layout import holds_labels, part_of
 from .recognition import KINDS, Recognized, choose_parts, recognize
 
 logger = logging.getLogger(__name__)
@@ -168,7 +169,10 @@ def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> Da
 
 
 def find_format(path: str) -> str:
-    """Returns the format of a file, folder or zip, see ``open_source``."""
+    """Returns the format of a file, folder or zip, see ``open_source``.
+
+    Raises a ``UserError`` if the path has no data set, or several.
+    """
     path = unpack(path)
     if not os.path.exists(path):
         raise UserError(f"'{path}' does not exist")
@@ -190,8 +194,7 @@ def _find_image_root(file: str, given: str, likely: str) -> str:
     """
     folder, name = os.path.split(os.path.dirname(file))
     folders = [os.path.dirname(file)]
-    words = split_words(name)
-    if any(word in _FOLDERS_OF_LABELS for word in words) or part_of(name):
+    if holds_labels(name):
         folders.append(folder)
     if given:
         folders = [os.path.abspath(given)]
@@ -199,7 +202,8 @@ def _find_image_root(file: str, given: str, likely: str) -> str:
         folders.insert(0, os.path.abspath(likely))
     for root in folders:
         try:
-            data_set = _read(file, root, "", ())
+            row = _recognize(file, root).format
+            data_set = _read(file, root, row.name if row else "", ())
         except UserError:
             if root == folders[-1]:
                 raise
@@ -212,9 +216,6 @@ def _find_image_root(file: str, given: str, likely: str) -> str:
         f"the images of '{file}'{named} were not found: set their folder with --images, or with "
         "--val-images for --val"
     )
-
-
-_FOLDERS_OF_LABELS = ("annotation", "annotations", "label", "labels", "json", "ann", "annots")
 
 
 def _recognize(path: str, image_root: str) -> Recognized:
@@ -246,6 +247,7 @@ def read_annotations(source: Source) -> Annotations:
 def forget_annotations() -> None:
     """Clears the cache of ``read_annotations``, so that changed files are read again."""
     _read.cache_clear()
+    _account_for_classes.cache_clear()
 
 
 @contextlib.contextmanager
@@ -307,48 +309,90 @@ def _account_for_rest(
     parts: Collection[str],
     account: Account,
 ) -> None:
-    """Adds the files that no reader has mentioned to an account."""
+    """Adds the files that no reader has mentioned to an account.
+
+    Args:
+        found: the data set.
+        path: the folder or file of the data set, as it was given.
+        mentioned: files that readers have mentioned.
+        parts: names of the parts that are used.
+        account: the account, which is changed.
+    """
     tree = found.tree
     unread = frozenset(tree.unread_images)
-    unused = sorted(set(found.labels.parts) - set(parts)) if found.labels else []
-    others = " and ".join("what has no part" if one == "all" else f"'{one}'" for one in unused)
+    kinds = {file: kind for kind, files in tree.label_files.items() for file in files}
+    why = _explain_unused(found, parts)
 
-    def leave_out(file: str, kind: str, reason: str, item: Any) -> None:
+    def leave_out(file: str, kind: str, reason: str, item: Item) -> None:
         account.left_out.append(LeftOut(kind, f"'{file}'", reason, item, False))
 
-    for file in tree.all_images:
+    for file in (*tree.all_images, *tree.others):
         if file in mentioned:
             continue
-        part = part_of(tree.relative(file), by_folder=True)
-        if part and part not in parts and "all" not in parts:
-            leave_out(file, f"of the part '{part}'", "this part is not used", "image")
-        elif file in unread:
-            leave_out(file, "in a format that is not read", "and no label file names it", "image")
-        elif found.labels and found.labels.manifests:
-            listed = f"'{found.labels.manifests[0]}' does not list it"
-            leave_out(file, "in no part of the data set", listed, "image")
-        elif others:
-            leave_out(file, "outside the used parts", f"{others} is not used", "image")
-        else:
-            leave_out(file, "without labels", "no label file names it", "image")
-    kinds = {file: kind for kind, files in tree.label_files.items() for file in files}
-    for file in tree.others:
-        if file in mentioned:
-            continue
-        part = part_of(tree.relative(file))
-        if file not in kinds:
-            leave_out(file, "without labels", "it has no labels that are read", "other file")
+        is_image = file in tree.image_set
+        item: Item = "image" if is_image else "label file" if file in kinds else "other file"
+        part = part_of(tree.relative(file), by_folder=is_image)
+        if item == "other file":
+            leave_out(file, "without labels", "it has no labels that are read", item)
         elif part and part not in parts and "all" not in parts:
-            leave_out(file, f"of the part '{part}'", "this part is not used", "label file")
+            leave_out(file, f"of the part '{part}'", "this part is not used", item)
+        elif file in unread:
+            leave_out(file, "in a format that is not read", "and no label file names it", item)
+        elif is_image:
+            leave_out(file, *why, item)
         else:
-            kind = f"{kinds[file]} labels are not used for the images of this data set"
-            leave_out(file, "not used", kind, "label file")
+            reason = f"its {kinds[file]} labels are not those of a used image"
+            leave_out(file, "not used", reason, item)
     account.left_out += tree.skipped
-    if found.tree.root != path and os.path.isdir(path):
-        for file in (*(whole := FileTree(path)).all_images, *whole.others):
-            if not file.startswith(found.tree.root + os.sep):
-                reason = "it is outside the folder of the data set"
-                leave_out(file, "outside the data set", reason, "other file")
+    if tree.root != path and os.path.isdir(path):
+        whole = FileTree(path)
+        reason = "it is outside the folder of the data set"
+        for file in (*whole.all_images, *whole.others):
+            if not tree.has(file) and file not in mentioned:
+                item = "image" if file in whole.image_set else "other file"
+                leave_out(file, "outside the data set", reason, item)
+        account.left_out += [one for one in whole.skipped if not tree.has(one.where)]
+
+
+def _explain_unused(found: Recognized, parts: Collection[str]) -> tuple[str, str]:
+    """Returns the kind and the reason of images that no used part of a data set has."""
+    if found.labels is None:
+        return "in no class folder", "only images in class folders are used"
+    if found.labels.manifests:
+        lists = " and ".join(f"'{file}'" for file in found.labels.manifests)
+        return "in no part of the data set", f"it is not listed by {lists}"
+    unused = sorted(set(found.labels.parts) - set(parts))
+    if unused:
+        others = " and ".join("what has no part" if one == "all" else f"'{one}'" for one in unused)
+        return "outside the used parts", f"{others} is not used"
+    return "without labels", "no label file names it"
+
+
+@functools.lru_cache(maxsize=4)
+def _account_for_classes(path: str) -> Account:
+    """Returns the account of a set of class folders."""
+    found = _recognize(path, "")
+    account = Account(notes=list(found.notes))
+    used = {
+        file
+        for folder in found.folders.values()
+        for file in found.tree.images
+        if is_below(file, folder) and os.path.dirname(file) != folder
+    }
+    account.used["image"] = len(used)
+    stray = [
+        file for file in found.tree.all_images if os.path.dirname(file) in found.folders.values()
+    ]
+    for file in stray:
+        reason = f"it is in no class folder of '{os.path.dirname(file)}'"
+        account.left_out.append(LeftOut("in no class folder", f"'{file}'", reason))
+    for file in found.tree.unread_images:
+        if file not in stray and any(is_below(file, one) for one in found.folders.values()):
+            kind, reason = describe_format(file)
+            account.left_out.append(LeftOut(kind, f"'{file}'", reason))
+            used.add(file)
+    _account_for_rest(found, path, used | set(stray), set(found.folders), account)
+    return account
 
 
 def register_coco_json(name: str, json_file: PathLike, image_root: PathLike) -> None:
@@ -415,7 +459,9 @@ def register_source(
     if not source.has_boxes:
         for folder in source.folders:
             check_image_folder(folder)
-        register_image_folders(name, source.folders, labelled=source.labelled, keep=keep)
+        account = _account_for_classes(source.path) if source.format == CLASSES else None
+        folders, labelled = source.folders, source.labelled
+        register_image_folders(name, folders, labelled=labelled, keep=keep, account=account)
         MetadataCatalog.get(name).source = source
         return None
     annotations = read_annotations(source)
@@ -461,7 +507,8 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 def _write_json(name: str, origin: str, content: Mapping[str, Any]) -> str:
     """Writes annotations to a temporary file for Detectron2, and returns its path."""
     words = re.sub(r"\W+", "_", f"{name} {Path(origin).name}")
-    path = Path(_temporary_folder().name) / f"{words[-100:]}.json"
+    folder = tempfile.mkdtemp(dir=_temporary_folder().name)
+    path = Path(folder) / f"{words[:100]}.json"
     path.write_text(json.dumps(content), encoding="utf-8")
     return str(path)
 
@@ -491,6 +538,8 @@ def unpack(path: str) -> str:
                 archive.extractall(Path(partial, "set"))  # drops ".." and absolute paths
                 os.replace(Path(partial, "set"), folder)
         except (zipfile.BadZipFile, OSError, RuntimeError, NotImplementedError) as error:
+            if folder.is_dir():  # another process was faster
+                return unpack(path)
             raise UserError(f"'{path}' cannot be unpacked: {one_line(error)}") from error
     inner = [entry for entry in folder.iterdir() if not entry.name.startswith((".", "__MACOSX"))]
     return str(inner[0] if len(inner) == 1 else folder)

@@ -26,7 +26,7 @@ from .sources import Source, read_annotations
 
 SPLIT_FILE = "split.json"
 SEEN_FILE = "seen_images.json"
-_ENDS = 4096  # bytes at both ends of a file that its fingerprint depends on
+_NUM_BLOCKS, _BLOCK = 16, 4096  # evenly spaced parts of a large file, and their bytes
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,10 @@ class SeenImages:
 
     @classmethod
     def read(cls, folder: str | Path) -> "SeenImages":
-        """Reads the file in the folder of a run. Returns an empty object if there is none."""
+        """Reads the file in the folder of a run. Returns an empty object if there is none.
+
+        Raises a ``UserError`` if the file is damaged.
+        """
         path = Path(folder) / SEEN_FILE
         if not path.is_file():
             return cls()
@@ -60,9 +63,9 @@ class SeenImages:
 
 
 def fingerprint_images(paths: Sequence[str]) -> dict[str, str]:
-    """Maps paths to fingerprints, which depend on the size and on both ends of a file only.
+    """Maps paths to fingerprints of the files, without those that cannot be read.
 
-    Files that cannot be read are left out.
+    A fingerprint is a hash of the size and the content; of large files, of 64 KiB of the content.
     """
     found = zip(paths, run_threads(_fingerprint, paths, "Reading fingerprints"), strict=True)
     return {path: fingerprint for path, fingerprint in found if fingerprint}
@@ -72,13 +75,14 @@ def _fingerprint(path: str) -> str:
     try:
         with open(path, "rb") as stream:
             size = os.fstat(stream.fileno()).st_size
-            digest = hashlib.blake2b(stream.read(_ENDS), digest_size=12)
-            if size > _ENDS:
-                stream.seek(max(_ENDS, size - _ENDS))
+            digest = hashlib.blake2b(str(size).encode(), digest_size=12)
+            if size <= _NUM_BLOCKS * _BLOCK:
                 digest.update(stream.read())
+            for number in range(_NUM_BLOCKS) if size > _NUM_BLOCKS * _BLOCK else ():
+                stream.seek(number * (size - _BLOCK) // (_NUM_BLOCKS - 1))
+                digest.update(stream.read(_BLOCK))
     except OSError:
         return ""
-    digest.update(str(size).encode())
     return digest.hexdigest()
 
 

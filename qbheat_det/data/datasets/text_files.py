@@ -6,6 +6,8 @@ line declares. For all other files, ``charset_normalizer`` detects the encoding.
 """
 
 import codecs
+import csv
+import io
 import json
 import re
 from collections.abc import Sequence
@@ -24,6 +26,7 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
+_LARGEST_CELL = 100_000_000  # characters
 _LARGEST_XML = 100_000_000  # bytes
 _HIGH = re.compile(rb"[\x80-\xff]+")
 # Encodings to compare, the most usual ones first.
@@ -117,6 +120,32 @@ def read_lines(file: str | Path) -> list[tuple[int, str]]:
     Raises an ``UnreadableFileError`` if the file cannot be read.
     """
     return number_lines(read_text(file).content)
+
+
+def read_rows(file: str | Path, delimiter: str = ",") -> list[tuple[int, list[str]]]:
+    """Returns (line number, cells) of each row of a table. The first line has the number 1.
+
+    Raises an ``UnreadableFileError`` if the file cannot be read.
+    """
+    stream = io.StringIO(read_text(file).content, newline="")
+    rows = csv.reader(stream, delimiter=delimiter)
+    before = csv.field_size_limit(_LARGEST_CELL)  # masks in a cell can be long
+    try:
+        return [(rows.line_num, row) for row in rows]
+    except csv.Error as error:
+        raise UnreadableFileError(f"it cannot be read as a table: {one_line(error)}") from error
+    finally:
+        csv.field_size_limit(before)
+
+
+def read_table(file: str | Path) -> list[dict[str, str]]:
+    """Returns the rows of a table with a header by the names of the columns.
+
+    Raises an ``UnreadableFileError`` if the file cannot be read.
+    """
+    rows = [row for _, row in read_rows(file)]
+    header = rows[0] if rows else []
+    return [dict(zip(header, row, strict=False)) for row in rows[1:] if any(row)]
 
 
 def number_lines(text: str) -> list[tuple[int, str]]:

@@ -2,11 +2,13 @@
 """What every format of data sets provides."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import urllib.parse
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.data.checks import short
 from qbheat_det.data.datasets.account import LeftOut
 from qbheat_det.data.datasets.file_tree import FileTree
 from qbheat_det.data.datasets.label_kinds import LabelKind
@@ -73,9 +75,11 @@ class Format(NamedTuple):
         title: name of the format for users.
         kinds: kinds of its label files, and how they are recognized.
         find: returns the data sets of this format in a tree of files.
-        read: reads the labels of a part of a data set, without locating images by name.
+        read: reads the labels of a part of a data set, and finds its images. Raises a ``UserError``
+            if the label files cannot be read.
         data: the value of ``--data``, for the documentation.
         images: where the images are, for the documentation.
+        is_last: whether the format is used only if there is no other.
         lists_classes: whether the label files list the classes. Otherwise, the classes are those
             that occur.
     """
@@ -88,9 +92,16 @@ class Format(NamedTuple):
     data: str
     images: str
     lists_classes: bool = False
+    is_last: bool = False
 
 
-Reader = Callable[[str], Iterator[LabelledImage]]
+Reader = Callable[[str], Iterable[LabelledImage]]
+Content = TypeVar("Content")
+
+ONLY_CLASS = "object"
+"""The class of all objects, if the label files have no classes."""
+NAME_KEYS = ("label", "class", "name", "type", "category")
+"""Names of the attribute that has the class of an object, in the order of preference."""
 
 
 def find_by_kind(*kinds: str) -> Callable[[FileTree], list[LabelSet]]:
@@ -146,29 +157,88 @@ def find_per_image(kind: str) -> Callable[[FileTree], list[LabelSet]]:
 
 
 def read_per_image(
-    read_file: Callable[[LabelledImage], None],
+    parse: Callable[[str], Content],
+    add_boxes: Callable[[LabelledImage, Content], None],
+    find_name: Callable[[Content], str] = lambda content: "",
 ) -> Callable[[FileTree, LabelSet, str], Labels]:
-    """Returns a ``Format.read`` from a function that adds the boxes in an image's label file."""
+    """Returns a ``Format.read`` for label files that have the labels of one image each.
+
+    Args:
+        parse: reads a label file, or raises an ``UnreadableFileError``.
+        add_boxes: adds the size and the boxes in the content of a label file to an image.
+        find_name: returns the file name of the image in the content of a label file, or "".
+    """
 
     def read(tree: FileTree, labels: LabelSet, part: str) -> Labels:
-        result = Labels([])
-        pairs = pair(tree, labels.parts[part])
+        result = Labels([], files=list(labels.manifests))
+        add_images(result, tree, labels.parts[part], part)
+        return result
+
+    def add_images(result: Labels, tree: FileTree, files: Sequence[str], part: str) -> None:
+        contents: dict[str, Content] = {}
+        errors: dict[str, str] = {}
+        for file in files:
+            try:
+                contents[file] = parse(file)
+            except UnreadableFileError as error:
+                errors[file] = str(error)
+        names = {file: find_name(content) for file, content in contents.items()}
+        pairs = pair(tree, files, names)
+        find_by_name(tree, pairs, names, part, result)
         for file, path in pairs.image_of.items():
             image = LabelledImage(file, file=path, label_file=file)
             result.images.append(image)
-            try:
-                read_file(image)
-            except UnreadableFileError as error:
-                image.reason = LeftOut("that cannot be read", file, str(error), "label file")
+            if file in errors:
+                image.reason = LeftOut("that cannot be read", file, errors[file], "label file")
+            else:
+                add_boxes(image, contents[file])
+        for file in pairs.orphans.keys() & errors.keys():
+            pairs.orphans[file] += f", and {errors[file]}"
         add_unpaired(result, pairs)
-        return result
 
     return read
 
 
+def find_by_name(
+    tree: FileTree, pairs: Pairs, names: Mapping[str, str], part: str, result: Labels
+) -> None:
+    """Looks up images by the names in label files, if there is no image of the file's name.
+
+    Also notes how many label files name another image than that of their own name. Such files were
+    renamed together with their image.
+    """
+    renamed = 0
+    for file, path in pairs.image_of.items():
+        name = names.get(file, "")
+        if name and name != os.path.basename(path):
+            found = locate(tree, name, file, part)
+            renamed += isinstance(found, str) and found != path
+    if renamed:
+        result.notes.append(
+            f"{renamed:,} label files name another image than that of their own name: the boxes "
+            "belong to the image of the same name"
+        )
+    taken = {path: file for file, path in pairs.image_of.items()}
+    for file in list(pairs.orphans):
+        name = names.get(file, "")
+        found = locate(tree, name, file, part) if name else []
+        if not isinstance(found, str):
+            pairs.orphans[file] += f", nor one image '{name}'" if name else ""
+        elif found in taken:
+            pairs.orphans[file] += f", and '{found}' has the labels of '{taken[found]}'"
+        else:
+            del pairs.orphans[file]
+            pairs.image_of[file] = found
+            taken[found] = file
+
+
 def locate_image(tree: FileTree, image: LabelledImage, label_file: str, part: str) -> None:
     """Sets ``image.file``, or the reason why there is no such image."""
+    image.entry_file = label_file
     if image.reason or image.file:
+        return
+    if not isinstance(image.name, str) or not image.name.strip() or "\0" in image.name:
+        image.miss(f"its image must be a file name, not {short(image.name)}")
         return
     found = locate(tree, image.name, label_file, part)
     if isinstance(found, str):
@@ -180,6 +250,26 @@ def locate_image(tree: FileTree, image: LabelledImage, label_file: str, part: st
         image.leave_out("of an ambiguous name", reason)
     else:
         image.miss(f"there is no image '{last}' below '{tree.root}'")
+
+
+def choose_name(attributes: Mapping[str, Any]) -> object:
+    """Returns the class among the attributes of an object: a text, or the checked option."""
+    keys = [key for key in NAME_KEYS if key in attributes] or list(attributes)
+    for key in keys:
+        value = attributes[key]
+        if isinstance(value, dict):
+            value = next((name for name, is_set in value.items() if is_set), None)
+        if value is not None and str(value).strip():
+            return value
+    return None
+
+
+def find_path(address: str) -> str:
+    """Returns the path in a path or URL. Label Studio names local files in the query, as ``d``."""
+    url = urllib.parse.urlsplit(address)
+    queries = [part[2:] for part in url.query.split("&") if part.startswith("d=")]
+    path = queries[0] if queries else url.path if "://" in address else address
+    return os.fsdecode(urllib.parse.unquote_to_bytes(os.fsencode(path)))
 
 
 def note_encoding(file: str) -> list[str]:
@@ -199,5 +289,5 @@ def add_unpaired(result: Labels, pairs: Pairs) -> None:
     for path, chosen in pairs.doubles.items():
         image = LabelledImage(path, file=path)
         reason = f"its label file is used for '{chosen}', which has the same name"
-        image.leave_out("that share their label file with another", reason, is_fault=False)
+        image.leave_out("with the label file of another", reason, is_fault=False)
         result.images.append(image)

@@ -13,7 +13,7 @@ from qbheat_det.data.checks import are_numbers, short
 from qbheat_det.data.datasets.account import LeftOut
 from qbheat_det.data.datasets.file_tree import FileTree
 from qbheat_det.data.datasets.label_kinds import LabelKind, json_object
-from qbheat_det.data.datasets.labelled_image import Box, LabelledImage
+from qbheat_det.data.datasets.labelled_image import MARGIN, Box, LabelledImage
 from qbheat_det.data.datasets.text_files import UnreadableFileError, read_json
 
 from .base import Category, Format, Labels, LabelSet, find_sets, locate_image, note_encoding
@@ -25,7 +25,6 @@ _MAX_SHIFT = 30  # run lengths have at most seven groups of five bits
 _MAX_COORDINATE = 1e9
 _AGREEMENT = 0.9  # share of boxes that must show that all are corners
 _BEYOND = 0.1  # share of boxes beyond their image that makes corners likely
-_MARGIN = 1.5  # pixels
 
 
 def find_coco(tree: FileTree) -> list[LabelSet]:
@@ -269,12 +268,12 @@ class _Reading:
         near = 1 + 0.01 * np.abs(area)
         is_shown = (np.abs(as_corners - area) <= near) & (np.abs(as_sizes - area) > near)
         is_valid = (third > x) & (fourth > y)
-        is_valid &= (third <= width + _MARGIN) & (fourth <= height + _MARGIN)
+        is_valid &= (third <= width + MARGIN) & (fourth <= height + MARGIN)
         if is_shown.mean() >= _AGREEMENT and is_valid.mean() >= _AGREEMENT:
             note = "boxes are corners [x1, y1, x2, y2], as the areas show, and are read as such"
             self.notes.append(f"'{self.file}': {note}")
             return True
-        is_beyond = (x + third > width + _MARGIN) | (y + fourth > height + _MARGIN)
+        is_beyond = (x + third > width + MARGIN) | (y + fourth > height + MARGIN)
         fits_area = np.abs(as_sizes - area) <= near
         if is_beyond.mean() > _BEYOND and is_valid.all() and not fits_area.any():
             raise UserError(

@@ -14,6 +14,7 @@ from qbheat_det.data.datasets.file_tree import FileTree
 from qbheat_det.data.datasets.label_kinds import LabelKind
 from qbheat_det.data.datasets.labelled_image import (
     LabelledImage,
+    NoBoxError,
     corners,
     enclose_ellipse,
     rotate_box,
@@ -97,7 +98,7 @@ def _find_points(shape: Element) -> list[tuple[float, float]]:
     if shape.tag == "mask":
         sides = ("left", "top", "width", "height")
         return corners(*(float(shape.get(key, "nan")) for key in sides))
-    raise ValueError(f"a shape '{shape.tag}' has no box")
+    raise NoBoxError(f"a shape '{shape.tag}' has no box")
 
 
 CVAT = Format(
@@ -106,6 +107,6 @@ CVAT = Format(
     (LabelKind("cvat", (".xml",), lambda ends: "<annotations" in ends.start),),
     find_cvat,
     read_cvat,
-    data='an export "CVAT for images" (the exports COCO, YOLO and Pascal VOC are read as such)',
+    data='an export "CVAT for images"; the exports COCO, YOLO and Pascal VOC are in other rows',
     images="below the folder of the file, found by their names; or `--images DIR`",
 )

@@ -16,9 +16,9 @@ _OBJECT = r"^\s*([-+]?\d+(\.\d*)?\s+){8}\D\S*\s+\d\s*$"
 _HEADERS = ("imagesource:", "gsd:")
 
 
-def read_file(image: LabelledImage) -> None:
-    """Adds the objects in an image's label file to the image."""
-    for number, line in read_lines(image.label_file):
+def add_objects(image: LabelledImage, lines: list[tuple[int, str]]) -> None:
+    """Adds the objects in the lines of a label file to an image."""
+    for number, line in lines:
         if line.startswith(_HEADERS):
             continue
         with image.reading(place := f"{image.label_file}, line {number}"):
@@ -36,7 +36,7 @@ DOTA = Format(
     "DOTA",
     (LabelKind("dota", (".txt",), lines_like(_OBJECT, header="imagesource:"), has_one_image=True),),
     find_per_image("dota"),
-    read_per_image(read_file),
+    read_per_image(read_lines, add_objects),
     data="a folder with a `.txt` file for each image, such as `labelTxt/` beside `images/`",
     images="below the folder, found by their names",
 )

@@ -5,34 +5,28 @@ A row has "file_name", and "objects" with "bbox" and "categories". A bbox is [x,
 in pixels, as in the object detection guide of Hugging Face.
 """
 
-import csv
 import json
 from collections.abc import Iterator
 from typing import Any
 
-from qbheat_det.core.errors import UserError
 from qbheat_det.data.datasets.label_kinds import LabelKind, starts_with
 from qbheat_det.data.datasets.labelled_image import BROKEN, LabelledImage, corners, describe
-from qbheat_det.data.datasets.text_files import read_text
+from qbheat_det.data.datasets.text_files import read_lines, read_table
 
-from .base import Format, find_by_kind, read_with
-from .via import NAME_KEYS, choose_name
+from .base import NAME_KEYS, Format, choose_name, find_by_kind, read_with
 
 
 def read_file(file: str) -> Iterator[LabelledImage]:
     """Reads the metadata of images."""
-    for number, row in enumerate(_read_rows(file), start=1):
+    for number, row in _read_rows(file):
+        image = LabelledImage(f"{file}, entry {number}")
         try:
-            image = LabelledImage(f"{file}, entry {number}", row["file_name"])
-            objects = row.get("objects") or {}
-            objects = json.loads(objects) if isinstance(objects, str) else objects
-            if isinstance(objects, dict):
-                keys = (*NAME_KEYS, "categories", "labels")
-                names: list[Any] = next((objects[key] for key in keys if key in objects), [])
-                pairs = zip(objects.get("bbox", []), names, strict=True)
-                objects = [{"bbox": box, "category": name} for box, name in pairs]
+            row = json.loads(row) if isinstance(row, str) else row
+            image.name = row["file_name"]
+            objects = _list_objects(row)
         except BROKEN as error:
-            raise UserError(f"{file}, entry {number}: {describe(error)}") from error
+            image.miss(describe(error))
+            objects = []
         for index, thing in enumerate(objects, start=1):
             with image.reading(place := f"{image.place}, object {index}"):
                 x, y, width, height = map(float, thing["bbox"])
@@ -41,11 +35,23 @@ def read_file(file: str) -> Iterator[LabelledImage]:
         yield image
 
 
-def _read_rows(file: str) -> list[Any]:
-    text = read_text(file).content
+def _list_objects(row: dict[str, Any]) -> list[Any]:
+    """Returns the objects of a row, each with "bbox" and a class."""
+    objects = row.get("objects") or {}
+    objects = json.loads(objects) if isinstance(objects, str) else objects
+    if not isinstance(objects, dict):
+        return list(objects)
+    keys = (*NAME_KEYS, "categories", "labels")
+    names: list[Any] = next((objects[key] for key in keys if key in objects), [])
+    pairs = zip(objects.get("bbox", []), names, strict=True)
+    return [{"bbox": box, "category": name} for box, name in pairs]
+
+
+def _read_rows(file: str) -> list[tuple[int, Any]]:
+    """Returns (number, row) of each row: a dict, or a line of JSON."""
     if file.lower().endswith(".csv"):
-        return list(csv.DictReader(text.splitlines()))
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
+        return list(enumerate(read_table(file), start=1))
+    return list(read_lines(file))
 
 
 HUGGING_FACE = Format(
@@ -58,5 +64,5 @@ HUGGING_FACE = Format(
     find_by_kind("hugging face", "hugging face table"),
     read_with(read_file, "Hugging Face metadata"),
     data="a folder with `metadata.jsonl` or `metadata.csv`",
-    images="the same folder",
+    images="below the same folder",
 )

@@ -12,12 +12,13 @@ from qbheat_det.data.datasets.text_files import read_lines
 from .base import Format, find_per_image, read_per_image
 
 _OBJECT = r"^\s*[a-z]\S*(\s+[-+]?\d+(\.\d*)?(e[-+]?\d+)?){14,15}\s*$"
+_FEWEST = 8  # class, truncation, occlusion, angle and the corners
 _IGNORED = "DontCare"
 
 
-def read_file(image: LabelledImage) -> None:
-    """Adds the objects in an image's label file to the image."""
-    for number, line in read_lines(image.label_file):
+def add_objects(image: LabelledImage, lines: list[tuple[int, str]]) -> None:
+    """Adds the objects in the lines of a label file to an image."""
+    for number, line in lines:
         with image.reading(place := f"{image.label_file}, line {number}"):
             words = line.split()
             if words[0] == _IGNORED:
@@ -25,6 +26,8 @@ def read_file(image: LabelledImage) -> None:
                 box = LeftOut("that KITTI does not label", place, reason, "box", False)
                 image.left_out.append(box)
                 continue
+            if len(words) < _FEWEST:
+                raise ValueError(f"must have {_FEWEST} columns or more, but has {len(words)}")
             points = [(words[4], words[5]), (words[6], words[7])]
             image.add(place, words[0], points, is_box=True)
 
@@ -34,7 +37,7 @@ KITTI = Format(
     "KITTI",
     (LabelKind("kitti", (".txt",), lines_like(_OBJECT), has_one_image=True),),
     find_per_image("kitti"),
-    read_per_image(read_file),
+    read_per_image(read_lines, add_objects),
     data="a folder with a `.txt` file for each image, such as `label_2/` beside `image_2/`",
     images="below the folder, found by their names",
 )

@@ -5,30 +5,28 @@ Images of tasks without a finished annotation are left out. Of several annotatio
 last one is read.
 """
 
-import csv
-import io
 import json
 import os
 import re
-import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from qbheat_det.core.errors import UserError
 from qbheat_det.data.checks import short
 from qbheat_det.data.datasets.file_tree import FileTree
 from qbheat_det.data.datasets.label_kinds import LabelKind, json_list, starts_with
 from qbheat_det.data.datasets.labelled_image import (
     BROKEN,
     LabelledImage,
+    NoBoxError,
     corners,
     describe,
     enclose_ellipse,
     rotate_box,
 )
-from qbheat_det.data.datasets.text_files import read_json, read_text
+from qbheat_det.data.datasets.text_files import read_json, read_table
 
-from .base import Format, Labels, LabelSet, find_by_kind, read_with
+from .base import Format, Labels, LabelSet, find_by_kind, find_path, read_with
 
 _UPLOADED = re.compile(r"^[0-9a-f]{8}-")  # Label Studio adds this prefix to uploaded files
 # The keys of a region. A region with only these keys was drawn without a label.
@@ -38,21 +36,29 @@ _SHAPE = {
 }
 
 
+@dataclass
+class Task(LabelledImage):
+    """The image of a task. ``num_annotations`` is the number of its finished annotations."""
+
+    num_annotations: int = 1
+
+
 def read_label_studio(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     """Reads the files of a part, see ``Format.read``."""
     result = _read(tree, labels, part)
     missing = [one for one in result.images if one.reason and one.reason.item == "missing image"]
     uploaded = {_clean(os.path.basename(path)): path for path in reversed(tree.all_images)}
-    for image in missing:
+    for image in filter(lambda one: one.name, missing):
         last = image.name.rpartition("/")[2]
         path = uploaded.get(_clean(_UPLOADED.sub("", last)))
         if path:
             image.file, image.reason = path, None
-    for image in result.images:
-        if image.fields.get("num_annotations") == 0 and image.file:
+    tasks = [image for image in result.images if isinstance(image, Task)]
+    for task in tasks:
+        if not task.num_annotations and task.file:
             reason = "its task has no finished annotation"
-            image.leave_out("without a finished annotation", reason, is_fault=False)
-    several = sum(image.fields.get("num_annotations", 1) > 1 for image in result.images)
+            task.leave_out("without a finished annotation", reason, is_fault=False)
+    several = sum(task.num_annotations > 1 for task in tasks)
     if several:
         result.notes.append(
             f"{several:,} tasks have several annotations: the last one of each is read"
@@ -65,34 +71,33 @@ def _clean(name: str) -> str:
     return re.sub(r"[^-\w.]", "", name.strip().replace(" ", "_"))
 
 
-def read_file(file: str) -> Iterator[LabelledImage]:
+def read_file(file: str) -> Iterator[Task]:
     """Reads an export."""
-    tasks = _read_table(file) if file.lower().endswith(".csv") else read_json(file)
+    tasks = _read_tasks(file) if file.lower().endswith(".csv") else read_json(file)
     for number, task in enumerate(tasks, start=1):
+        image = Task(f"{file}, task {number}")
+        results: Sequence[Any] = ()
         try:
-            image, results = _read_task(file, number, task)
+            results = _read_task(image, task)
         except BROKEN as error:
-            raise UserError(f"{file}, task {number}: {describe(error)}") from error
+            image.miss(describe(error))
         for index, result in enumerate(results, start=1):
             with image.reading(place := f"{image.place}, region {index}"):
                 _add_result(image, place, result)
         yield image
 
 
-def _read_table(file: str) -> list[dict[str, Any]]:
+def _read_tasks(file: str) -> list[dict[str, Any]]:
     """Returns the rows of a CSV export as tasks of JSON-MIN."""
-    rows = csv.DictReader(io.StringIO(read_text(file).content, newline=""))
     keys = ("label", "bbox")
     return [
         {**row, **{key: json.loads(row[key]) for key in keys if row.get(key, "").startswith("[")}}
-        for row in rows
+        for row in read_table(file)
     ]
 
 
-def _read_task(
-    file: str, number: int, task: Mapping[str, Any]
-) -> tuple[LabelledImage, Sequence[Any]]:
-    """Returns the image of a task and its list of regions."""
+def _read_task(image: Task, task: Any) -> Sequence[Any]:
+    """Reads a task into its image, and returns its list of regions."""
     if not isinstance(task, dict):
         raise ValueError(f"it must be a JSON object, but is {short(task)}")
     data = task.get("data", task)
@@ -101,21 +106,14 @@ def _read_task(
     addresses = [*named, *texts]
     if not addresses:
         raise ValueError("it names no image")
-    image = LabelledImage(f"{file}, task {task.get('id', number)}", find_path(str(addresses[0])))
+    image.place = f"{image.place.rpartition(' ')[0]} {task.get('id', '')}".rstrip()
+    image.name = find_path(str(addresses[0]))
     attempts = task.get("annotations", task.get("completions"))
     if attempts is None:  # JSON-MIN
-        return image, list(task.get("label") or task.get("bbox") or [])
+        return list(task.get("label") or task.get("bbox") or [])
     done = [one for one in attempts if not one.get("was_cancelled")]
-    image.fields = {"num_annotations": len(done)}
-    return image, list(done[-1]["result"] if done else [])
-
-
-def find_path(address: str) -> str:
-    """Returns the path in a path or URL. Label Studio names local files in the query, as ``d``."""
-    url = urllib.parse.urlsplit(address)
-    queries = [part[2:] for part in url.query.split("&") if part.startswith("d=")]
-    path = queries[0] if queries else url.path if "://" in address else address
-    return os.fsdecode(urllib.parse.unquote_to_bytes(os.fsencode(path)))
+    image.num_annotations = len(done)
+    return list(done[-1]["result"] if done else [])
 
 
 def _add_result(image: LabelledImage, place: str, result: Mapping[str, Any]) -> None:
@@ -145,7 +143,7 @@ def _add_result(image: LabelledImage, place: str, result: Mapping[str, Any]) -> 
         box = corners(*pixels("x", "y", "width", "height"))
         points = rotate_box(*box[0], *box[1], turn, box[0])
     else:
-        raise ValueError(f"regions of the kind '{kind}' have no box")
+        raise NoBoxError(f"regions of the kind '{kind}' have no box")
     shares = [(x / wide, y / high) for x, y in points]
     image.add(place, next(iter(value[kind]), None), shares, is_relative=True)
 
@@ -164,7 +162,8 @@ LABEL_STUDIO = Format(
                 ("completions", "data"),
                 ("label", "annotator"),
                 ("label", "image"),
-                ("image",),
+                ("image", "annotator"),
+                ("image", "annotation_id"),
             ),
         ),
         LabelKind("label studio table", (".csv",), starts_with("annotation_id", "annotator")),

@@ -6,43 +6,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from qbheat_det.data.checks import short
-from qbheat_det.data.datasets.account import LeftOut
-from qbheat_det.data.datasets.file_tree import FileTree
 from qbheat_det.data.datasets.label_kinds import LabelKind, json_object
-from qbheat_det.data.datasets.labelled_image import LabelledImage
-from qbheat_det.data.datasets.layout import pair
+from qbheat_det.data.datasets.labelled_image import LabelledImage, NoBoxError
 from qbheat_det.data.datasets.text_files import UnreadableFileError, read_json
 
-from .base import Format, Labels, LabelSet, add_unpaired, find_per_image
-from .voc import find_by_name
+from .base import Format, find_per_image, read_per_image
 
 
-def read_labelme(tree: FileTree, labels: LabelSet, part: str) -> Labels:
-    """Reads the JSON files of a part, see ``Format.read``."""
-    result = Labels([])
-    contents: dict[str, dict[str, Any]] = {}
-    for file in labels.parts[part]:
-        try:
-            content = read_json(file)
-            if not isinstance(content, dict) or not isinstance(content.get("shapes"), list):
-                raise UnreadableFileError("it is not a file of LabelMe: it has no list 'shapes'")
-            contents[file] = content
-        except UnreadableFileError as error:
-            image = LabelledImage(file, label_file=file)
-            image.reason = LeftOut("that cannot be read", file, str(error), "label file")
-            result.images.append(image)
-    names = {file: _read_name(content) for file, content in contents.items()}
-    pairs = pair(tree, list(contents), names)
-    find_by_name(tree, pairs, names, part, result)
-    for file, path in pairs.image_of.items():
-        image = LabelledImage(file, file=path, label_file=file)
-        result.images.append(image)
-        for number, shape in enumerate(contents[file]["shapes"], start=1):
-            with image.reading(place := f"{file}, shape {number}"):
-                points = find_points(shape)
-                image.add(place, shape.get("label"), points)
-    add_unpaired(result, pairs)
-    return result
+def parse(file: str) -> dict[str, Any]:
+    """Returns the content of a file. Raises an ``UnreadableFileError`` if it has no shapes."""
+    content = read_json(file)
+    if not isinstance(content, dict) or not isinstance(content.get("shapes"), list):
+        raise UnreadableFileError("it is not a file of LabelMe: it has no list 'shapes'")
+    return content
+
+
+def add_shapes(image: LabelledImage, content: Mapping[str, Any]) -> None:
+    """Adds the shapes in the content of a file to an image."""
+    for number, shape in enumerate(content["shapes"], start=1):
+        with image.reading(place := f"{image.label_file}, shape {number}"):
+            image.add(place, shape.get("label"), find_points(shape))
 
 
 def _read_name(content: Mapping[str, Any]) -> str:
@@ -51,7 +34,7 @@ def _read_name(content: Mapping[str, Any]) -> str:
 
 
 def find_points(shape: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """Returns points around a shape. Raises a ``ValueError`` for a point, a line or a mask."""
+    """Returns points around a shape. Raises a ``NoBoxError`` for a point or a line."""
     kind = shape.get("shape_type", "polygon")
     points = [(float(x), float(y)) for x, y in shape["points"]]
     if kind == "circle":  # its centre, and a point on it
@@ -59,8 +42,10 @@ def find_points(shape: Mapping[str, Any]) -> list[tuple[float, float]]:
         radius = math.dist((x, y), edge)
         return [(x - radius, y - radius), (x + radius, y + radius)]
     smallest = {"rectangle": 2, "polygon": 3, "linestrip": 2, "rotation": 4, "mask": 2}
-    if kind not in smallest or len(points) < smallest[kind]:
-        raise ValueError(f"a shape {short(kind)} of {len(points)} points has no box")
+    if kind not in smallest:
+        raise NoBoxError(f"a shape {short(kind)} has no box")
+    if len(points) < smallest[kind]:
+        raise ValueError(f"a shape {short(kind)} needs more than {len(points)} points")
     return points
 
 
@@ -76,7 +61,7 @@ LABELME = Format(
         ),
     ),
     find_per_image("labelme"),
-    read_labelme,
+    read_per_image(parse, add_shapes, _read_name),
     data="a folder with a JSON file for each image",
     images="beside the JSON files, or below the folder",
 )

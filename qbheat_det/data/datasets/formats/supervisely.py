@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from qbheat_det.data.checks import short
-from qbheat_det.data.datasets.account import LeftOut
 from qbheat_det.data.datasets.file_tree import FileTree
 from qbheat_det.data.datasets.label_kinds import LabelKind, json_object
-from qbheat_det.data.datasets.labelled_image import LabelledImage, corners
-from qbheat_det.data.datasets.layout import group_per_image_files, pair, sort_into_parts
+from qbheat_det.data.datasets.labelled_image import LabelledImage, NoBoxError, corners
+from qbheat_det.data.datasets.layout import group_per_image_files, sort_into_parts
 from qbheat_det.data.datasets.text_files import UnreadableFileError, read_json
 
-from .base import Format, Labels, LabelSet, add_unpaired
+from .base import Format, LabelSet, read_per_image
 
 _HEAD = 64  # bytes of a PNG file up to its size
 
@@ -33,29 +32,19 @@ def find_supervisely(tree: FileTree) -> list[LabelSet]:
     ]
 
 
-def read_supervisely(tree: FileTree, labels: LabelSet, part: str) -> Labels:
-    """Reads the JSON files of a part, see ``Format.read``."""
-    result = Labels([], files=list(labels.manifests))
-    contents: dict[str, dict[str, Any]] = {}
-    for file in labels.parts[part]:
-        try:
-            content = read_json(file)
-            if not isinstance(content, dict) or not isinstance(content.get("objects"), list):
-                raise UnreadableFileError("it is not a file of Supervisely: it has no 'objects'")
-            contents[file] = content
-        except UnreadableFileError as error:
-            image = LabelledImage(file, label_file=file)
-            image.reason = LeftOut("that cannot be read", file, str(error), "label file")
-            result.images.append(image)
-    pairs = pair(tree, list(contents))
-    for file, path in pairs.image_of.items():
-        image = LabelledImage(file, file=path, label_file=file)
-        result.images.append(image)
-        for number, thing in enumerate(contents[file]["objects"], start=1):
-            with image.reading(place := f"{file}, object {number}"):
-                image.add(place, thing["classTitle"], _find_points(thing))
-    add_unpaired(result, pairs)
-    return result
+def parse(file: str) -> dict[str, Any]:
+    """Returns the content of a file. Raises an ``UnreadableFileError`` if it has no objects."""
+    content = read_json(file)
+    if not isinstance(content, dict) or not isinstance(content.get("objects"), list):
+        raise UnreadableFileError("it is not a file of Supervisely: it has no list 'objects'")
+    return content
+
+
+def add_objects(image: LabelledImage, content: Mapping[str, Any]) -> None:
+    """Adds the objects in the content of a file to an image."""
+    for number, thing in enumerate(content["objects"], start=1):
+        with image.reading(place := f"{image.label_file}, object {number}"):
+            image.add(place, thing["classTitle"], _find_points(thing))
 
 
 def _find_points(thing: Mapping[str, Any]) -> list[tuple[float, float]]:
@@ -64,15 +53,18 @@ def _find_points(thing: Mapping[str, Any]) -> list[tuple[float, float]]:
         x, y = map(float, thing["bitmap"]["origin"])
         return corners(x, y, *_read_size(thing["bitmap"]["data"]))
     if kind not in ("rectangle", "polygon", "line"):
-        raise ValueError(f"a geometry {short(kind)} has no box")
+        raise NoBoxError(f"a geometry {short(kind)} has no box")
     return [(float(x), float(y)) for x, y in thing["points"]["exterior"]]
 
 
 def _read_size(data: str) -> tuple[int, int]:
     """Returns (width, height) of a mask, which is a PNG file compressed by zlib, in base64."""
     # Only the header is unpacked.
-    head = zlib.decompressobj().decompress(base64.b64decode(data), _HEAD)
-    width, height = struct.unpack(">II", head[16:24])
+    try:
+        head = zlib.decompressobj().decompress(base64.b64decode(data), _HEAD)
+        width, height = struct.unpack(">II", head[16:24])
+    except (zlib.error, struct.error) as error:
+        raise ValueError(f"its bitmap is damaged ({error})") from error
     return width, height
 
 
@@ -93,7 +85,7 @@ SUPERVISELY = Format(
         ),
     ),
     find_supervisely,
-    read_supervisely,
+    read_per_image(parse, add_objects),
     data="a project, or a folder with `ann/` and `img/`",
     images="`img/`",
 )

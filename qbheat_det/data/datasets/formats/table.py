@@ -7,7 +7,6 @@ LabelName, XMin, …"), boxes are fractions of the image's sides.
 
 import csv
 import dataclasses
-import io
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -18,9 +17,9 @@ from qbheat_det.data.datasets.file_tree import FileTree
 from qbheat_det.data.datasets.image_suffixes import IMAGE_SUFFIXES, UNREAD_SUFFIXES
 from qbheat_det.data.datasets.label_kinds import Ends, LabelKind
 from qbheat_det.data.datasets.labelled_image import LabelledImage, corners
-from qbheat_det.data.datasets.text_files import read_text
+from qbheat_det.data.datasets.text_files import read_rows
 
-from .base import Format, Labels, LabelSet, find_by_kind, read_with
+from .base import ONLY_CLASS, Format, Labels, LabelSet, find_by_kind, read_with
 
 # Known names of each column, in lower case and without underscores, spaces and dots.
 _IMAGE = (
@@ -46,7 +45,6 @@ _CLASS_WORDS = ("class", "label", "categ", "type", "species", "kind", "klass")
 _NO_CLASSES = ("source", "split", "set", "usage", "url", "user", "date", "comment", "folder")
 _OPEN_IMAGES = "imageid"  # marks Open Images, if there are corners
 _DESCRIPTIONS = "class-descriptions"  # a file of Open Images that maps codes to class names
-_ONLY_CLASS = "object"
 _NEEDED = (
     "a column of images (such as filename), one of classes (such as class), and xmin, ymin, xmax, "
     "ymax, or x, y, width, height, or bbox with [x, y, width, height]"
@@ -110,7 +108,7 @@ def find_columns(header: Sequence[str], row: Sequence[str] = ()) -> Columns | No
     The columns of the box are found by their names. The columns of images and classes may also have
     unknown names, and are then found in the first row.
     """
-    names = [re.sub(r"[\s_.\"'-]", "", cell.strip("\ufeff").lower()) for cell in header]
+    names = [_clean(cell) for cell in header]
 
     def find(known: Sequence[str], but: Sequence[int | None] = ()) -> int | None:
         places = (names.index(name) for name in known if name in names)
@@ -136,6 +134,11 @@ def find_columns(header: Sequence[str], row: Sequence[str] = ()) -> Columns | No
         is_relative = names[image] == _OPEN_IMAGES and "labelname" in names
         return Columns(image, label, tuple(box), to_points, is_relative)
     return _find_columns_without_header(header)
+
+
+def _clean(name: str) -> str:
+    """Returns the name of a column without case, spaces and punctuation."""
+    return re.sub(r"[\s_.\"'-]", "", name.strip("\ufeff").lower())
 
 
 def _is_image(text: str) -> bool:
@@ -217,11 +220,12 @@ def has_unknown_boxes(path: str) -> bool:
 def read_table(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     """Reads the tables of a part, see ``Format.read``."""
     result = _read(tree, labels, part)
-    names = _read_descriptions(tree)
-    for file in result.files:
+    tables = list(result.files)
+    names = _read_descriptions(tree, result)
+    for file in tables:
         columns = _read_columns(file) or _NO_COLUMNS
         if columns.label is None:
-            note = f"'{file}' has no column of classes: all boxes have '{_ONLY_CLASS}'"
+            note = f"'{file}' has no column of classes: all boxes have '{ONLY_CLASS}'"
             result.notes.append(note)
         elif columns.has_header and columns.image != columns.label:
             names_of_columns = _read_first(file)[0]
@@ -242,40 +246,42 @@ def _note_guesses(file: str, columns: Columns, header: Sequence[str]) -> list[st
     return [
         f"'{file}': the column '{header[place]}' has the {words[place]}"
         for place, names in known.items()
-        if place is not None and re.sub(r"[\s_.\"'-]", "", header[place].lower()) not in names
+        if place is not None and _clean(header[place]) not in names
     ]
 
 
 _NO_COLUMNS = Columns(0, None, (), _read_corners)
 
 
-def _read_descriptions(tree: FileTree) -> dict[str, str]:
+def _read_descriptions(tree: FileTree, result: Labels) -> dict[str, str]:
     """Returns the class names of the codes of Open Images, if their file is there."""
     for path in tree.others:
         if os.path.basename(path).startswith(_DESCRIPTIONS) and path.endswith(".csv"):
-            rows = csv.reader(io.StringIO(read_text(path).content))
-            return {row[0]: row[1] for row in rows if len(row) == 2}
+            result.files.append(path)
+            return {row[0]: row[1] for _, row in read_rows(path) if len(row) == 2}
     return {}
 
 
 def read_file(file: str) -> list[LabelledImage]:
-    """Reads a table. Lines of one image need not be together."""
+    """Reads a table. Lines of one image need not be together.
+
+    Raises a ``UserError`` if the table has not the columns that are needed.
+    """
     columns = _read_columns(file)
     if columns is None:
         raise UserError(describe_columns(file))
     delimiter = _read_first(file)[2]
     images: dict[str, LabelledImage] = {}
-    rows = csv.reader(io.StringIO(read_text(file).content, newline=""), delimiter=delimiter)
     is_first = columns.has_header
     used = [columns.image, *columns.box, *([columns.label] if columns.label is not None else [])]
-    for row in rows:
+    for number, row in read_rows(file, delimiter):
         if is_first or not any(cell.strip() for cell in row):
             is_first &= not any(cell.strip() for cell in row)
             continue
         cells = [row[place].strip() if place < len(row) else "" for place in used]
         name, box = cells[0], cells[1 : 1 + len(columns.box)]
-        label = cells[-1] if columns.label is not None else _ONLY_CLASS
-        place = f"{file}, line {rows.line_num}"
+        label = cells[-1] if columns.label is not None else ONLY_CLASS
+        place = f"{file}, line {number}"
         image = images.setdefault(name, LabelledImage(place, name))
         if not any(box) and (columns.label is None or not label):
             continue
@@ -287,7 +293,7 @@ def read_file(file: str) -> list[LabelledImage]:
     return list(images.values())
 
 
-_read = read_with(read_file, "CSV")  # type: ignore[arg-type]
+_read = read_with(read_file, "CSV")
 
 TABLE = Format(
     "table",
@@ -299,4 +305,5 @@ TABLE = Format(
     "height`, or `bbox`; a file without a header with `path, x1, y1, x2, y2, class`; a folder with "
     "`train_labels.csv` and `test_labels.csv`; a file of Open Images",
     images="below the folder of the file, found by their names; or `--images DIR`",
+    is_last=True,  # a table may repeat labels, or list results
 )

@@ -1,29 +1,23 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The format of the VGG Image Annotator (VIA 2). Shapes become their bounding boxes."""
 
-import csv
 import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from qbheat_det.core.errors import UserError
 from qbheat_det.data.checks import short
 from qbheat_det.data.datasets.file_tree import FileTree
 from qbheat_det.data.datasets.label_kinds import Ends, LabelKind, json_object, starts_with
 from qbheat_det.data.datasets.labelled_image import (
-    BROKEN,
     LabelledImage,
+    NoBoxError,
     corners,
-    describe,
     enclose_ellipse,
 )
-from qbheat_det.data.datasets.text_files import read_json, read_text
+from qbheat_det.data.datasets.text_files import read_json, read_table
 
-from .base import Format, Labels, LabelSet, find_by_kind, read_with
-
-NAME_KEYS = ("label", "class", "name", "type", "category")
-_ONLY_CLASS = "object"
+from .base import ONLY_CLASS, Format, Labels, LabelSet, choose_name, find_by_kind, read_with
 
 
 def read_via(tree: FileTree, labels: LabelSet, part: str) -> Labels:
@@ -31,9 +25,9 @@ def read_via(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     result = _read(tree, labels, part)
     boxes = [box for image in result.images for box in image.boxes]
     if boxes and all(not box.name.strip("\0") for box in boxes):
-        result.notes.append(f"no region of VIA has a class: all get the class '{_ONLY_CLASS}'")
+        result.notes.append(f"no region of VIA has a class: all get the class '{ONLY_CLASS}'")
         for image in result.images:
-            image.boxes = [box._replace(name=_ONLY_CLASS) for box in image.boxes]
+            image.boxes = [box._replace(name=ONLY_CLASS) for box in image.boxes]
         return result
     for image in result.images:
         for box in image.boxes:
@@ -48,7 +42,9 @@ def read_file(file: str) -> Iterator[LabelledImage]:
     entries = _read_table(file) if file.lower().endswith(".csv") else _read_project(file)
     for place, name, regions in entries:
         image = LabelledImage(place, name)
-        for number, region in enumerate(regions, start=1):
+        if regions is None:
+            image.miss("it has no list 'regions'")
+        for number, region in enumerate(regions or (), start=1):
             with image.reading(place := f"{image.place}, region {number}"):
                 shape = region["shape_attributes"]
                 # "\0" marks a missing class until all regions are read.
@@ -57,20 +53,21 @@ def read_file(file: str) -> Iterator[LabelledImage]:
         yield image
 
 
-def _read_project(file: str) -> Iterator[tuple[str, str, list[Any]]]:
+def _read_project(file: str) -> Iterator[tuple[str, Any, list[Any] | None]]:
     content = read_json(file)
     for key, entry in content.get("_via_img_metadata", content).items():
-        try:
-            regions = entry["regions"]
-            regions = list(regions.values() if isinstance(regions, dict) else regions)
-            yield f"{file}, image {short(entry['filename'])}", str(entry["filename"]), regions
-        except BROKEN as error:
-            raise UserError(f"{file}, image {short(key)}: {describe(error)}") from error
+        regions = entry.get("regions") if isinstance(entry, dict) else None
+        if not isinstance(regions, dict | list):
+            yield f"{file}, image {short(key)}", "", None
+            continue
+        regions = list(regions.values() if isinstance(regions, dict) else regions)
+        name = entry.get("filename")
+        yield f"{file}, image {short(name)}", name, regions
 
 
-def _read_table(file: str) -> Iterator[tuple[str, str, list[Any]]]:
+def _read_table(file: str) -> Iterator[tuple[str, Any, list[Any] | None]]:
     regions: dict[str, list[Any]] = {}
-    for row in csv.DictReader(read_text(file).content.splitlines()):
+    for row in read_table(file):
         own = regions.setdefault(row["filename"], [])
         shape = json.loads(row["region_shape_attributes"] or "{}")
         if shape:
@@ -91,19 +88,7 @@ def _find_points(shape: Mapping[str, Any]) -> list[tuple[float, float]]:
     if kind == "ellipse":
         turn = math.degrees(shape.get("theta") or 0)
         return enclose_ellipse(shape["cx"], shape["cy"], shape["rx"], shape["ry"], turn)
-    raise ValueError(f"a shape {kind!r} has no box")
-
-
-def choose_name(attributes: Mapping[str, Any]) -> object:
-    """Returns the class in a region's attributes, which is a text or the checked option."""
-    keys = [key for key in NAME_KEYS if key in attributes] or list(attributes)
-    for key in keys:
-        value = attributes[key]
-        if isinstance(value, dict):
-            value = next((name for name, is_set in value.items() if is_set), None)
-        if value is not None and str(value).strip():
-            return value
-    return None
+    raise NoBoxError(f"a shape {kind!r} has no box")
 
 
 _read = read_with(read_file, "VGG Image Annotator")

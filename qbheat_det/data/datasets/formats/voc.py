@@ -14,21 +14,17 @@ from collections.abc import Sequence
 from xml.etree.ElementTree import Element
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data.datasets.account import LeftOut
 from qbheat_det.data.datasets.file_tree import FileTree
 from qbheat_det.data.datasets.label_kinds import Ends, LabelKind
 from qbheat_det.data.datasets.labelled_image import LabelledImage
 from qbheat_det.data.datasets.layout import (
     Folders,
-    Pairs,
     group_per_image_files,
-    locate,
-    pair,
     sort_into_parts,
 )
 from qbheat_det.data.datasets.text_files import UnreadableFileError, parse_xml, read_lines
 
-from .base import Format, Labels, LabelSet, add_unpaired
+from .base import Format, Labels, LabelSet, read_per_image
 
 _LISTS = {"train": ("train", "trainval"), "val": ("val", "test")}
 
@@ -58,61 +54,16 @@ def _find_lists(tree: FileTree, base: Folders) -> dict[str, str]:
 
 def read_voc(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     """Reads the XML files of a part, see ``Format.read``."""
-    result = Labels([])
-    if labels.manifests:
-        base = os.path.join(tree.root, *labels.base)
-        every = [path for path in tree.label_files["voc"] if path.startswith(base)]
-        files = _read_list(labels.parts[part], every, result)
-    else:
-        files = list(labels.parts[part])
-    roots: dict[str, Element] = {}
-    for file in files:
-        try:
-            roots[file] = parse_xml(file)
-        except UnreadableFileError as error:
-            image = LabelledImage(file, label_file=file)
-            image.reason = LeftOut("that cannot be read", file, str(error), "label file")
-            result.images.append(image)
-    names = {file: _read_name(root) for file, root in roots.items()}
-    pairs = pair(tree, list(roots), names)
-    find_by_name(tree, pairs, names, part, result)
-    for file, path in pairs.image_of.items():
-        image = LabelledImage(file, file=path, label_file=file)
-        result.images.append(image)
-        _read_objects(image, roots[file])
-    add_unpaired(result, pairs)
+    if not labels.manifests:
+        return _read(tree, labels, part)
+    result = Labels([], files=[labels.parts[part]])
+    base = os.path.join(tree.root, *labels.base)
+    every = [path for path in tree.label_files["voc"] if path.startswith(base)]
+    files = _read_list(labels.parts[part], every, result)
+    read = _read(tree, LabelSet(labels.base, {part: files}), part)
+    result.images += read.images
+    result.notes += read.notes
     return result
-
-
-def find_by_name(
-    tree: FileTree, pairs: Pairs, names: dict[str, str], part: str, result: Labels
-) -> None:
-    """Looks up images by the names in label files, if there is no image of the file's name.
-
-    Also notes how many label files name another image than that of their own name. Such files were
-    renamed together with their image.
-    """
-    renamed = 0
-    for file, path in pairs.image_of.items():
-        if names[file] and names[file] != os.path.basename(path):
-            found = locate(tree, names[file], file, part)
-            renamed += isinstance(found, str) and found != path
-    if renamed:
-        result.notes.append(
-            f"{renamed:,} label files name another image than that of their own name: the boxes "
-            "belong to the image of the same name"
-        )
-    taken = {path: file for file, path in pairs.image_of.items()}
-    for file in list(pairs.orphans):
-        found = locate(tree, names[file], file, part) if names[file] else []
-        if not isinstance(found, str):
-            pairs.orphans[file] += f", nor one image '{names[file]}'" if names[file] else ""
-        elif found in taken:
-            pairs.orphans[file] += f", and '{found}' has the labels of '{taken[found]}'"
-        else:
-            del pairs.orphans[file]
-            pairs.image_of[file] = found
-            taken[found] = file
 
 
 def _read_list(place: str, files: Sequence[str], result: Labels) -> list[str]:
@@ -123,7 +74,6 @@ def _read_list(place: str, files: Sequence[str], result: Labels) -> list[str]:
         lines = read_lines(place)
     except UnreadableFileError as error:
         raise UserError(f"'{place}': {error}") from error
-    result.files.append(place)
     for number, line in lines:
         # A line is a name, which may contain spaces, or a name and a flag.
         tried = (os.path.basename(name) for name in (line, line.split()[0]))
@@ -143,7 +93,7 @@ def _read_name(root: Element) -> str:
     return name.strip().replace("\\", "/").rpartition("/")[2]
 
 
-def _read_objects(image: LabelledImage, root: Element) -> None:
+def _add_objects(image: LabelledImage, root: Element) -> None:
     """Adds the size and the boxes in an XML file to an image."""
     width, height = (_read_side(root, key) for key in ("width", "height"))
     if width and height:
@@ -174,6 +124,9 @@ def _read_edges(thing: Element) -> list[float]:
     if box is None:
         raise ValueError("it has no bndbox")
     return [float(box.findtext(key) or "") for key in ("xmin", "ymin", "xmax", "ymax")]
+
+
+_read = read_per_image(parse_xml, _add_objects, _read_name)
 
 
 def _is_voc(ends: Ends) -> bool:

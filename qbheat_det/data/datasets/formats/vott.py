@@ -3,20 +3,26 @@
 
 from collections.abc import Iterator
 
+from qbheat_det.data.checks import short
 from qbheat_det.data.datasets.label_kinds import LabelKind, json_object
 from qbheat_det.data.datasets.labelled_image import LabelledImage, corners
 from qbheat_det.data.datasets.text_files import read_json
 
-from .base import Format, find_by_kind, read_with
-from .label_studio import find_path
+from .base import Format, find_by_kind, find_path, read_with
 
 
 def read_file(file: str) -> Iterator[LabelledImage]:
     """Reads the file of an image ("…-asset.json"), or a JSON export."""
     content = read_json(file)
     for entry in content["assets"].values() if "assets" in content else [content]:
-        asset = entry["asset"]
-        image = LabelledImage(f"{file}, asset {asset['name']}", find_path(asset["name"]))
+        asset = entry.get("asset") if isinstance(entry, dict) else None
+        name = asset.get("name") if isinstance(asset, dict) else None
+        image = LabelledImage(f"{file}, asset {short(name)}")
+        if not isinstance(name, str):
+            image.miss("it has no asset with a name")
+            yield image
+            continue
+        image.name = find_path(name)
         for number, region in enumerate(entry.get("regions") or (), start=1):
             with image.reading(place := f"{image.place}, region {number}"):
                 box = region["boundingBox"]

@@ -21,8 +21,9 @@ import yaml
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import short
-from qbheat_det.data.datasets.file_tree import FileTree, is_below
-from qbheat_det.data.datasets.label_kinds import LabelKind, lines_like
+from qbheat_det.data.datasets.account import LeftOut
+from qbheat_det.data.datasets.file_tree import FileTree, is_below, stem_of
+from qbheat_det.data.datasets.label_kinds import Ends, LabelKind, lines_like
 from qbheat_det.data.datasets.labelled_image import LabelledImage
 from qbheat_det.data.datasets.layout import (
     find_ending,
@@ -41,10 +42,12 @@ from qbheat_det.data.datasets.text_files import (
 
 from .base import Format, Labels, LabelSet, add_unpaired, locate_image
 
+_MANIFEST = "yolo manifest"
 _OBJECT = r"^\s*\d+(\.0*)?(\s+[-+0-9.eE]+|\s+nan){4,}\s*$"  # class and four numbers or more
 _LARGEST = 10_000_000  # largest size of a manifest in bytes
 _IS_DATA_YAML = re.compile(r"^[\"']?(names|nc)[\"']?\s*:", re.MULTILINE)
 _HAS_PART = re.compile(r"^[\"']?(train|val|test)[\"']?\s*:", re.MULTILINE)
+_HAS_LIST = re.compile(r"^\s*(train|valid|test)\s*=", re.MULTILINE)
 _IS_OBJ_DATA = re.compile(r"^\s*names\s*=", re.MULTILINE)
 _NAMES_FILES = ("classes.txt", "obj.names", "_darknet.labels", "names.txt", "labels.txt")
 _NAMES_SUFFIXES = (".names", ".labels")
@@ -72,43 +75,34 @@ class Manifest:
 
 
 def find_yolo(tree: FileTree) -> list[LabelSet]:
-    """Finds manifests, and text files of labels without a manifest."""
+    """Finds manifests, and text files of labels without a manifest.
+
+    Raises:
+        UserError: a manifest is invalid, see ``read_manifest``.
+    """
     sets = []
-    for file in tree.list_manifests():
-        # A file that was named is read in any case, so that its errors are told.
-        if not (tree.is_of_one_file or _is_manifest(file)):
-            continue
+    for file in tree.label_files.get(_MANIFEST, ()):
         sets.append(LabelSet(folders_of(tree, file), {"all": [file]}, [file]))
     files = [path for path in tree.label_files.get("yolo", ()) if not _has_names(path)]
-    if sets and not files and tree.label_files.get("dota"):
-        sets = []  # a data.yaml of labels in another format
+    if sets and not files and tree.has_other_labels("yolo"):
+        sets = []  # a data.yaml beside labels in another format
     if sets:
         first = sets[0]
         same = [one for one in sets if one.base == first.base]
         if len(same) > 1 and not tree.is_of_one_file:
             sets = _drop_copies(sets)
         return [_resolve_parts(tree, one) for one in sets]
-    files = [path for path in files if find_images_of_stem(tree, _stem(path))]
+    files = [path for path in files if find_images_of_stem(tree, stem_of(path))]
     return [
         LabelSet(base, sort_into_parts(tree, own, base, by_folder=True))
         for base, own in group_per_image_files(tree, files).items()
     ]
 
 
-def _stem(path: str) -> str:
-    return os.path.splitext(os.path.basename(path))[0]
-
-
-def _is_manifest(file: str) -> bool:
-    try:
-        if os.path.getsize(file) > _LARGEST:
-            return False
-        text = read_text(file).content
-    except (OSError, UnreadableFileError):
-        return False
-    if file.lower().endswith(".data"):
-        return bool(_IS_OBJ_DATA.search(text))
-    return bool(_IS_DATA_YAML.search(text) and _HAS_PART.search(text))
+def _is_manifest(ends: Ends) -> bool:
+    text = ends.start
+    is_of_darknet = _IS_OBJ_DATA.search(text) and _HAS_LIST.search(text)
+    return bool(is_of_darknet or (_IS_DATA_YAML.search(text) and _HAS_PART.search(text)))
 
 
 def _drop_copies(sets: Sequence[LabelSet]) -> list[LabelSet]:
@@ -254,11 +248,12 @@ def read_yolo(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     label_files = [path for path in tree.label_files.get("yolo", ()) if not _has_names(path)]
     if labels.manifests:
         manifest = read_manifest(labels.manifests[0])
-        lists = {path for places in manifest.parts.values() for path in places}
+        places = [path for own in manifest.parts.values() for path in own]
+        lists = [path for path in places if os.path.isfile(path)]
         label_files = [path for path in label_files if path not in lists]
         names, notes = manifest.names, list(manifest.notes)
         has_keypoints = manifest.has_keypoints
-        files = [manifest.file]
+        files = [manifest.file, *lists]
     else:
         names, notes, files = _find_names(tree, labels)
         has_keypoints = False
@@ -294,7 +289,11 @@ def _list_images(tree: FileTree, labels: LabelSet, part: str, result: Labels) ->
     images: dict[str, None] = {}
     for place in labels.parts[part]:
         if os.path.isdir(place):
-            images.update(dict.fromkeys(p for p in tree.all_images if is_below(p, place)))
+            own = [path for path in tree.all_images if is_below(path, place)]
+            if not own:  # a link to a folder that is searched already
+                real = os.path.realpath(place)
+                own = [path for path in tree.all_images if is_below(path, real)]
+            images.update(dict.fromkeys(own))
             continue
         for number, name in read_lines(place):
             image = LabelledImage(f"{place}, line {number}", name)
@@ -361,7 +360,8 @@ def read_label_file(
     try:
         text = read_text(image.label_file).content
     except UnreadableFileError as error:
-        image.leave_out("with an unreadable label file", str(error))
+        file = image.label_file
+        image.reason = LeftOut("that cannot be read", file, str(error), "label file")
         return
     for number, line in number_lines(text):
         with image.reading(place := f"{image.label_file}, line {number}"):
@@ -402,7 +402,10 @@ def _add_line(
 YOLO = Format(
     "yolo",
     "YOLO",
-    (LabelKind("yolo", (".txt",), lines_like(_OBJECT), has_one_image=True),),
+    (
+        LabelKind("yolo", (".txt",), lines_like(_OBJECT), has_one_image=True),
+        LabelKind(_MANIFEST, (".yaml", ".yml", ".data"), _is_manifest, names_others=True),
+    ),
     find_yolo,
     read_yolo,
     data="a `data.yaml` of Ultralytics or an `obj.data` of Darknet, or a folder with one of them; "
