@@ -556,12 +556,20 @@ def test_an_image_that_is_missing_does_not_get_its_namesake(tmp_path):
 
 def test_of_two_label_files_of_one_image_one_is_used(tmp_path):
     write_yolo(tmp_path / "images", tmp_path / "labels", "ab")
-    write(tmp_path / "images/a.txt", "0 .5 .5 .1 .1")
+    write(tmp_path / "labels/b.TXT", "0 .5 .5 .1 .1")
+    for folder in ("images", "labels_old", "runs/detect/predict/labels"):
+        write(tmp_path / folder / "a.txt", "0 .5 .5 .1 .1")
+    write(tmp_path / "runs/detect/predict/labels/c.txt", "0 .5 .5 .1 .1")
+    write_images(tmp_path / "images", "c")  # has no objects
     write(tmp_path / "data.yaml", "train: images\nnames: [cat]\n")
     annotations = read_annotations(open_source(str(tmp_path)).train)
+    assert len(annotations.images) == 3
     (fault,) = annotations.account.faults
     assert fault.item == "label file"
     assert "has the labels of" in fault.reason
+    own = [one["bbox"] for one in annotations.annotations if one["image_id"] == 1]
+    sizes = {tuple(map(round, box[2:])) for box in own}
+    assert sizes == {(40, 50), (50, 60)}
 
 
 def test_coco_files_without_sizes_are_completed(tmp_path):

@@ -2,6 +2,7 @@
 """All files of a data set's folder, walked once, and the kinds of label files among them."""
 
 import os
+import re
 import unicodedata
 import urllib.parse
 from collections import defaultdict
@@ -17,6 +18,12 @@ from .label_kinds import LabelKind, find_kind
 
 _SAMPLED = 40  # in larger groups of files of one suffix and folder, only a sample is opened
 _SAMPLE = 5
+_COMPANION_WORDS = frozenset(
+    {
+        *("mask", "masks", "segmentationclass", "segmentationobject", "segmentation", "semantic"),
+        *("thumb", "thumbs", "thumbnail", "thumbnails", "preview", "previews"),
+    }
+)
 _IGNORED = ("__MACOSX",)  # copies of files' properties in zips of macOS
 
 
@@ -65,9 +72,13 @@ def walk(
         for entry in entries:
             if entry.name.startswith(".") or entry.name in _IGNORED:
                 continue
-            if entry.is_dir():
+            try:
+                is_folder, is_file = entry.is_dir(), entry.is_file()
+            except OSError:
+                is_folder = is_file = False
+            if is_folder:
                 (links if entry.is_symlink() else below).append(entry.path)
-            elif entry.is_file():
+            elif is_file:
                 yield entry.path
             else:
                 reason = "it is a link to nothing, or no regular file"
@@ -123,7 +134,7 @@ class FileTree:
         path = os.path.abspath(folder)
         if any(is_below(path, root) for root in self._roots):
             return
-        for name in ("all_images", "image_set", "_images_by_name", "label_files"):
+        for name in ("all_images", "image_set", "_images_by_name", "label_files", "companions"):
             self.__dict__.pop(name, None)
         self._roots.append(path)
         for file in walk(path, self._roots[:-1], self.skipped):
@@ -152,8 +163,31 @@ class FileTree:
 
     @cached_property
     def all_images(self) -> list[str]:
-        """Paths of images in all formats, those that cannot be read last."""
-        return [*self.images, *self.unread_images]
+        """Paths of images in all formats, without ``companions``; those not read are last."""
+        return [path for path in (*self.images, *self.unread_images) if path not in self.companions]
+
+    @cached_property
+    def companions(self) -> frozenset[str]:
+        """Masks and previews of other images.
+
+        These are the images in folders of such names, if at least half of them are named like
+        images elsewhere.
+        """
+        own: dict[str, list[str]] = defaultdict(list)
+        others: set[str] = set()
+        for path in (*self.images, *self.unread_images):
+            folder = os.path.dirname(path)
+            words = {word for name in self.relative(folder).split(os.sep) for word in _split(name)}
+            if words & _COMPANION_WORDS:
+                own[folder].append(path)
+            else:
+                others.add(stem_of(path))
+        return frozenset(
+            path
+            for paths in own.values()
+            if 2 * sum(stem_of(path) in others for path in paths) >= len(paths)
+            for path in paths
+        )
 
     @cached_property
     def image_set(self) -> frozenset[str]:
@@ -161,14 +195,17 @@ class FileTree:
         return frozenset(self.all_images)
 
     @cached_property
-    def _images_by_name(self) -> dict[str, list[str]]:
-        table: dict[str, list[str]] = defaultdict(list)
+    def _images_by_name(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+        """Images by exact names and stems, and by folded ones."""
+        exact: dict[str, list[str]] = defaultdict(list)
+        folded: dict[str, list[str]] = defaultdict(list)
         for path in self.all_images:
             name = os.path.basename(path)
-            stem = stem_of(name)
-            for key in dict.fromkeys((name, stem, fold(name), fold(stem))):
-                table[key].append(path)
-        return table
+            for key in {name, stem_of(name)}:
+                exact[key].append(path)
+            for key in {fold(name), fold(stem_of(name))}:
+                folded[key].append(path)
+        return exact, folded
 
     def find_images(self, name: str) -> list[str]:
         """Returns the images whose file name is ``name``, with or without a suffix.
@@ -176,13 +213,17 @@ class FileTree:
         If there are none, names that are equal up to case, Unicode form and percent signs are
         returned, and last, those that differ in the suffix only.
         """
-        if found := self._images_by_name.get(name):
+        exact, folded = self._images_by_name
+        if found := exact.get(name):
             return found
         stem = os.path.splitext(name)[0]
-        for key in (fold(name), fold(urllib.parse.unquote(name)), stem, fold(stem)):
-            if found := self._images_by_name.get(key):
-                return found
-        return []
+        return (
+            folded.get(fold(name))
+            or folded.get(fold(urllib.parse.unquote(name)))
+            or exact.get(stem)
+            or folded.get(fold(stem))
+            or []
+        )
 
     @cached_property
     def label_files(self) -> dict[str, list[str]]:
@@ -236,9 +277,14 @@ class FileTree:
         kind = find_kind(path, self._kinds).replace("empty", "")
         return kind or (possible[0] if len(possible) == 1 else "")
 
-    def has_other_labels(self, kind: str) -> bool:
-        """Returns whether there are label files of one image each, of another kind."""
-        return any(self.label_files.get(other) for other in self._per_image - {kind})
+    def list_other_labels(self, kind: str) -> list[str]:
+        """Returns the label files of one image each that are of another kind."""
+        others = self._per_image - {kind}
+        return [path for other in sorted(others) for path in self.label_files.get(other, ())]
+
+
+def _split(name: str) -> list[str]:
+    return re.split(r"[\W_\d]+", name.lower())
 
 
 def stem_of(path: str) -> str:

@@ -10,7 +10,7 @@ import os
 import re
 import urllib.parse
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .file_tree import FileTree, fold, is_below, stem_of
@@ -35,7 +35,9 @@ PLAIN_WORDS = _LABEL_WORDS | {
     "files",
 }
 """Words of folders that say nothing about their content, except that it is images or labels."""
-_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
+_WORDS_OF_SETS = frozenset({"set", "split", "dataset", "part", "fold", "subset", "list"})
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+|[^\W\d_a-zA-Z]+")
+_SAME = 3  # closeness of a folder to itself
 _YEAR = re.compile(r"(19|20)\d\d")
 # The order in which one of several images of one name is chosen.
 _SUFFIX_ORDER = (".jpg", ".jpeg", ".jfif", ".jpe", ".png", ".bmp", ".webp", ".tif", ".tiff")
@@ -62,12 +64,17 @@ def part_of(path: str, *, by_folder: bool = False) -> str | None:
     The last name that has a part decides. With ``by_folder``, the name of the file does not count,
     since "train" may be what an image shows.
     """
+    return _find_part(path, by_folder=by_folder)[0]
+
+
+def _find_part(path: str, *, by_folder: bool) -> tuple[str | None, str]:
+    """Returns the part that the names in a relative path tell, and the name that tells it."""
     *folders, name = path.split(os.sep)
     names = [] if by_folder else [os.path.splitext(name)[0]]
     for each in (*names, *reversed(folders)):
         if part := part_of_name(each):
-            return part
-    return None
+            return part, each
+    return None, ""
 
 
 def holds_labels(name: str) -> bool:
@@ -92,12 +99,29 @@ def folders_of(tree: FileTree, path: str) -> Folders:
 def sort_into_parts(
     tree: FileTree, files: Iterable[str], base: Folders, *, by_folder: bool = False
 ) -> dict[str, list[str]]:
-    """Maps parts to files, see ``part_of``. Files whose names tell no part belong to "all"."""
+    """Maps parts to files, see ``part_of``. Files whose names tell no part belong to "all".
+
+    If only one part is told, by names such as "train_station" that go on after the word, all files
+    belong to "all".
+    """
     parts: dict[str, list[str]] = defaultdict(list)
+    names: set[str] = set()
     for path in files:
         below = os.sep.join(tree.relative(path).split(os.sep)[len(base) :])
-        parts[part_of(below, by_folder=by_folder) or "all"].append(path)
+        part, name = _find_part(below, by_folder=by_folder)
+        parts[part or "all"].append(path)
+        names.add(name)
+    if len(parts) == 2 and "all" in parts and all(map(_goes_on, names - {""})):
+        return {"all": [path for own in parts.values() for path in own]}
     return dict(parts)
+
+
+def _goes_on(name: str) -> bool:
+    """Returns whether a name has a word of its own after that of a part."""
+    words = split_words(name)
+    last = max(index for index, word in enumerate(words) if word in _PART_OF_WORD)
+    rest = [word for word in words[last + 1 :] if word not in PLAIN_WORDS | _WORDS_OF_SETS]
+    return any(len(word) > 1 and not word.isdecimal() for word in rest)
 
 
 def group_by_base(tree: FileTree, files: Iterable[str]) -> dict[Folders, list[str]]:
@@ -132,11 +156,13 @@ class Pairs:
     Attributes:
         image_of: maps label files to images.
         orphans: maps label files without an image to the reason.
+        spares: maps label files of images for which others fit better to the reason.
         doubles: maps images to an image with the same name, which has their label file.
     """
 
     image_of: dict[str, str] = field(default_factory=dict)
     orphans: dict[str, str] = field(default_factory=dict)
+    spares: dict[str, str] = field(default_factory=dict)
     doubles: dict[str, str] = field(default_factory=dict)
 
 
@@ -154,13 +180,21 @@ def pair(tree: FileTree, label_files: Sequence[str], named: Mapping[str, str] = 
     """
     pairs = Pairs()
     neighbours = _Neighbours(tree)
+    found = {file: neighbours.find(file) for file in label_files}
+    # Folders such as "labels_old" and "predict/labels" have labels of the same images.
+    best: dict[str, int] = defaultdict(int)
+    for closeness, images in found.values():
+        for path in images:
+            best[os.path.dirname(path)] = max(best[os.path.dirname(path)], closeness)
     owners: dict[str, str] = {}
     open_ends: list[str] = []
-    for label_file in label_files:
-        images = neighbours.find(label_file)
+    for label_file, (closeness, images) in found.items():
+        folders = {os.path.dirname(path) for path in images}
         if not images:
             open_ends.append(label_file)
-        elif len({os.path.dirname(path) for path in images}) > 1:
+        elif all(best[folder] > closeness for folder in folders):
+            pairs.spares[label_file] = f"other labels fit better to the images in '{folders.pop()}'"
+        elif len(folders) > 1:
             first, second, *_ = images
             reason = f"{len(images)} images have its name, such as '{first}' and '{second}'"
             pairs.orphans[label_file] = reason
@@ -179,33 +213,30 @@ class _Neighbours:
         for path in tree.all_images:
             self._images[os.path.dirname(path), stem_of(path)].append(path)
         self._folders = list(dict.fromkeys(folder for folder, _ in self._images))
-        self._ranked: dict[str, list[list[str]]] = {}
+        self._ranked: dict[str, list[tuple[int, list[str]]]] = {}
 
-    def find(self, label_file: str) -> list[str]:
-        """Returns the images in the folders that fit best; [] if there are none."""
+    def find(self, label_file: str) -> tuple[int, list[str]]:
+        """Returns how well the best folder fits, and the images there; (0, []) for none."""
         folder, stem = os.path.dirname(label_file), stem_of(label_file)
-        same = self._images.get((folder, stem))
-        if same:
-            return same
-        for folders in self._rank(folder):
+        for closeness, folders in self._rank(folder):
             found = [path for own in folders for path in self._images.get((own, stem), ())]
             if found:
-                return found
+                return closeness, found
         images = find_images_of_stem(self._tree, stem)
-        for folders in self._rank(folder):
+        for closeness, folders in self._rank(folder):
             found = [path for path in images if os.path.dirname(path) in folders]
             if found:
-                return found
-        return []
+                return closeness, found
+        return 0, []
 
-    def _rank(self, folder: str) -> list[list[str]]:
-        """Returns the folders of images that fit to a folder of labels, best first."""
+    def _rank(self, folder: str) -> list[tuple[int, list[str]]]:
+        """Returns (closeness, folders of images) that fit to a folder of labels, best first."""
         if folder not in self._ranked:
             groups: dict[int, list[str]] = defaultdict(list)
             for other in self._folders:
                 groups[_measure_closeness(folder, other)].append(other)
             groups.pop(0, None)
-            self._ranked[folder] = [groups[closeness] for closeness in sorted(groups)[::-1]]
+            self._ranked[folder] = sorted(groups.items(), reverse=True)
         return self._ranked[folder]
 
 
@@ -242,28 +273,50 @@ def _assign(
     pairs.doubles.update(dict.fromkeys(others, chosen))
 
 
+def fits_one(image: str, label_file: str, folders: Collection[str]) -> bool:
+    """Returns whether an image is in one of some folders, and can belong to a label file."""
+    folder = os.path.dirname(image)
+    return folder in folders and _measure_closeness(os.path.dirname(label_file), folder) > 0
+
+
 def _measure_closeness(first: str, second: str) -> int:
-    """Returns how well two folders fit: 0 if they cannot belong together, up to 3 if equal."""
+    """Returns how well two folders fit: 0 if they cannot belong together, up to 4.
+
+    "images" and "labels" at one place in the path fit better than one folder, as in YOLO.
+    """
     if first == second:
-        return 3
+        return _SAME
+    if _replace_images(second) == first:
+        return _SAME + 1
     own, other = _list_names(first, second), _list_names(second, first)
     if own == other:
-        return 2
+        return _SAME - 1
     return 0 if own and other else 1
+
+
+def _replace_images(folder: str) -> str:
+    """Replaces the last name "images" in a path by "labels"."""
+    names = folder.split(os.sep)
+    if "images" not in names:
+        return ""
+    last = len(names) - 1 - names[::-1].index("images")
+    return os.sep.join([*names[:last], "labels", *names[last + 1 :]])
 
 
 def _list_names(folder: str, other: str) -> list[tuple[str, ...]]:
     """Returns the names in a path below the common folder of both, without plain words."""
     common = os.path.commonpath([folder, other])
     names = folder[len(common) :].strip(os.sep).split(os.sep)
-    words = (tuple(filter(None, map(_simplify, split_words(name)))) for name in names)
-    return [word for word in words if word]
+    simple = (_simplify(split_words(name)) for name in names)
+    return [words for words in simple if words]
 
 
-def _simplify(word: str) -> str:
-    if word in PLAIN_WORDS or _YEAR.fullmatch(word):
-        return ""
-    return _PART_OF_WORD.get(word, word)
+def _simplify(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Removes plain words from a name, and a year beside others, as in "train2017"."""
+    known = [_PART_OF_WORD.get(word, word) for word in words if word not in PLAIN_WORDS]
+    if len(words) > 1:
+        known = [word for word in known if not _YEAR.fullmatch(word)]
+    return tuple(known)
 
 
 def _pair_folders(

@@ -270,7 +270,7 @@ def _refuse_file(tree: FileTree, path: str) -> str:
 
 def _explain_missing_labels(tree: FileTree) -> str:
     """Returns a message for a tree without labels that are read."""
-    masks = [path for path in tree.all_images if any(map(_is_mask, folders_of(tree, path)))]
+    masks = [path for path in tree.images if any(map(_is_mask, folders_of(tree, path)))]
     tables = [path for path in _list_tables(tree) if names_images(path)]
     if tables and not masks:
         return describe_columns(tables[0])

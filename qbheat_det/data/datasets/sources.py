@@ -200,16 +200,18 @@ def _find_image_root(file: str, given: str, likely: str) -> str:
         folders = [os.path.abspath(given)]
     elif likely:
         folders.insert(0, os.path.abspath(likely))
+    errors: list[UserError] = []
     for root in folders:
         try:
             row = _recognize(file, root).format
             data_set = _read(file, root, row.name if row else "", ())
-        except UserError:
-            if root == folders[-1]:
-                raise
+        except UserError as error:
+            errors.append(error)
             continue
         if any(part.images for part in data_set.parts.values()):
             return root
+    if errors:
+        raise errors[0]
     missing = [one for one in data_set.account.left_out if one.item == "missing image"]
     named = f", such as '{missing[0].message}'," if missing else ""
     raise UserError(

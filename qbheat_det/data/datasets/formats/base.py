@@ -16,6 +16,7 @@ from qbheat_det.data.datasets.labelled_image import BROKEN, LabelledImage, descr
 from qbheat_det.data.datasets.layout import (
     Folders,
     Pairs,
+    fits_one,
     group_by_base,
     group_per_image_files,
     locate,
@@ -127,8 +128,8 @@ def read_with(read_file: Reader, title: str) -> Callable[[FileTree, LabelSet, st
     def read(tree: FileTree, labels: LabelSet, part: str) -> Labels:
         result = Labels([], files=list(labels.parts[part]))
         for file in result.files:
-            result.notes += note_encoding(file)
             try:
+                result.notes += note_encoding(file)
                 images = list(read_file(file))
             except UnreadableFileError as error:
                 raise UserError(f"'{file}': {error}") from error
@@ -219,6 +220,7 @@ def find_by_name(
             "belong to the image of the same name"
         )
     taken = {path: file for file, path in pairs.image_of.items()}
+    folders = {os.path.dirname(path) for path in taken}
     for file in list(pairs.orphans):
         name = names.get(file, "")
         found = locate(tree, name, file, part) if name else []
@@ -226,6 +228,8 @@ def find_by_name(
             pairs.orphans[file] += f", nor one image '{name}'" if name else ""
         elif found in taken:
             pairs.orphans[file] += f", and '{found}' has the labels of '{taken[found]}'"
+        elif folders and not fits_one(found, file, folders):
+            pairs.orphans[file] += f", and '{found}' is in another folder"
         else:
             del pairs.orphans[file]
             pairs.image_of[file] = found
@@ -250,6 +254,12 @@ def locate_image(tree: FileTree, image: LabelledImage, label_file: str, part: st
         image.leave_out("of an ambiguous name", reason)
     else:
         image.miss(f"there is no image '{last}' below '{tree.root}'")
+
+
+def find_foreign_labels(tree: FileTree, kind: str) -> dict[str, str]:
+    """Maps images to label files of one image each that are of another kind than ``kind``."""
+    files = tree.list_other_labels(kind)
+    return {path: file for file, path in pair(tree, files).image_of.items()} if files else {}
 
 
 def choose_name(attributes: Mapping[str, Any]) -> object:
@@ -285,6 +295,10 @@ def add_unpaired(result: Labels, pairs: Pairs) -> None:
     for file, reason in pairs.orphans.items():
         image = LabelledImage(file, label_file=file)
         image.reason = LeftOut("without an image", file, reason, "label file")
+        result.images.append(image)
+    for file, reason in pairs.spares.items():
+        image = LabelledImage(file, label_file=file)
+        image.reason = LeftOut("of images with other labels", file, reason, "label file", False)
         result.images.append(image)
     for path, chosen in pairs.doubles.items():
         image = LabelledImage(path, file=path)

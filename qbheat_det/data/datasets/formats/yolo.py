@@ -10,6 +10,7 @@ Darknet. Nothing that a manifest names is downloaded or executed. Without a mani
 folders, and the classes are in ``classes.txt``, ``obj.names`` or ``_darknet.labels``.
 """
 
+import glob
 import os
 import re
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import short
 from qbheat_det.data.datasets.account import LeftOut
 from qbheat_det.data.datasets.file_tree import FileTree, is_below, stem_of
+from qbheat_det.data.datasets.image_suffixes import is_image
 from qbheat_det.data.datasets.label_kinds import Ends, LabelKind, lines_like
 from qbheat_det.data.datasets.labelled_image import LabelledImage
 from qbheat_det.data.datasets.layout import (
@@ -40,7 +42,7 @@ from qbheat_det.data.datasets.text_files import (
     read_text,
 )
 
-from .base import Format, Labels, LabelSet, add_unpaired, locate_image
+from .base import Format, Labels, LabelSet, add_unpaired, find_foreign_labels, locate_image
 
 _MANIFEST = "yolo manifest"
 _OBJECT = r"^\s*\d+(\.0*)?(\s+[-+0-9.eE]+|\s+nan){4,}\s*$"  # class and four numbers or more
@@ -49,7 +51,10 @@ _IS_DATA_YAML = re.compile(r"^[\"']?(names|nc)[\"']?\s*:", re.MULTILINE)
 _HAS_PART = re.compile(r"^[\"']?(train|val|test)[\"']?\s*:", re.MULTILINE)
 _HAS_LIST = re.compile(r"^\s*(train|valid|test)\s*=", re.MULTILINE)
 _IS_OBJ_DATA = re.compile(r"^\s*names\s*=", re.MULTILINE)
-_NAMES_FILES = ("classes.txt", "obj.names", "_darknet.labels", "names.txt", "labels.txt")
+_NAMES_FILES = (
+    *("classes.txt", "obj.names", "_darknet.labels", "names.txt", "labels.txt", "class.txt"),
+    "class_names.txt",
+)
 _NAMES_SUFFIXES = (".names", ".labels")
 _LARGEST_COORDINATE = 2.0  # larger values cannot be fractions of a side
 _PARENTS = 3  # number of folders above a manifest in which its paths are looked up
@@ -80,18 +85,16 @@ def find_yolo(tree: FileTree) -> list[LabelSet]:
     Raises:
         UserError: a manifest is invalid, see ``read_manifest``.
     """
-    sets = []
-    for file in tree.label_files.get(_MANIFEST, ()):
-        sets.append(LabelSet(folders_of(tree, file), {"all": [file]}, [file]))
+    manifests = _read_manifests(tree.label_files.get(_MANIFEST, ()))
+    sets = [LabelSet(folders_of(tree, one.file), one.parts, [one.file]) for one in manifests]
     files = [path for path in tree.label_files.get("yolo", ()) if not _has_names(path)]
-    if sets and not files and tree.has_other_labels("yolo"):
+    if sets and not files and tree.list_other_labels("yolo"):
         sets = []  # a data.yaml beside labels in another format
     if sets:
-        first = sets[0]
-        same = [one for one in sets if one.base == first.base]
-        if len(same) > 1 and not tree.is_of_one_file:
-            sets = _drop_copies(sets)
-        return [_resolve_parts(tree, one) for one in sets]
+        for place in (path for one in sets for paths in one.parts.values() for path in paths):
+            if not tree.has(place):
+                tree.add(_find_root(place))
+        return sets
     files = [path for path in files if find_images_of_stem(tree, stem_of(path))]
     return [
         LabelSet(base, sort_into_parts(tree, own, base, by_folder=True))
@@ -105,23 +108,28 @@ def _is_manifest(ends: Ends) -> bool:
     return bool(is_of_darknet or (_IS_DATA_YAML.search(text) and _HAS_PART.search(text)))
 
 
-def _drop_copies(sets: Sequence[LabelSet]) -> list[LabelSet]:
-    """Keeps the manifest "data.yaml", or else the first one, of each folder."""
-    kept: dict[Any, LabelSet] = {}
-    for one in sets:
-        is_usual = os.path.basename(one.manifests[0]).lower().startswith("data.")
-        if one.base not in kept or is_usual:
-            kept[one.base] = one
-    return list(kept.values())
+def _read_manifests(files: Sequence[str]) -> list["Manifest"]:
+    """Reads manifests, one per folder. Those that cannot be used are left out if others can.
 
-
-def _resolve_parts(tree: FileTree, labels: LabelSet) -> LabelSet:
-    manifest = read_manifest(labels.manifests[0])
-    root = os.path.dirname(manifest.file)
-    for place in (path for paths in manifest.parts.values() for path in paths):
-        if not is_below(place, root):
-            tree.add(_find_root(place))
-    return LabelSet(labels.base, manifest.parts, labels.manifests)
+    Raises:
+        UserError: no manifest can be used, or two in one folder have different classes.
+    """
+    manifests: dict[str, Manifest] = {}
+    errors = []
+    for file in files:
+        try:
+            manifest = read_manifest(file)
+        except UserError as error:
+            errors.append(error)
+            continue
+        first = manifests.setdefault(os.path.dirname(file), manifest)
+        if first.names != manifest.names:
+            raise UserError(
+                f"'{first.file}' and '{file}' have different class names: pass one of them"
+            )
+    if errors and not manifests:
+        raise errors[0]
+    return list(manifests.values())
 
 
 def _find_root(place: str) -> str:
@@ -178,7 +186,7 @@ def _read_names(file: str, content: dict[str, Any]) -> list[str]:
         found = find_ending(names, _list_folders(file))
         if not found:
             raise UserError(f"'{file}': there is no file '{names}' of class names")
-        names = [name for _, name in read_lines(found)]
+        names = _read_names_file(found)
     if isinstance(names, dict):
         keys = [str(number) for number in range(len(names))]
         names = [names[key] for key in keys] if set(names) == set(keys) else None
@@ -215,6 +223,12 @@ def _resolve(file: str, content: dict[str, Any], key: str, notes: list[str]) -> 
         if not isinstance(entry, str) or not isinstance(root, str):
             raise UserError(f"'{file}': {key} and path must be paths, not {short(entry)}")
         exact = os.path.normpath(os.path.join(folder, root, entry))
+        if any(mark in entry for mark in "*?["):
+            found += sorted(filter(_has_images, glob.glob(exact)))
+            files = [path for path in glob.glob(exact) if os.path.isfile(path)]
+            found += sorted({os.path.dirname(path) for path in files if is_image(path)})
+            if found:
+                continue
         place = exact if _has_images(exact) else _find_elsewhere(file, root, entry)
         if place:
             found.append(place)
@@ -245,7 +259,11 @@ def _find_elsewhere(file: str, root: str, entry: str) -> str | None:
 
 def read_yolo(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     """Reads the label files of a part's images, see ``Format.read``."""
-    label_files = [path for path in tree.label_files.get("yolo", ()) if not _has_names(path)]
+    if labels.manifests:
+        every = tree.label_files.get("yolo", ())
+        label_files = [path for path in every if not _has_names(path)]
+    else:
+        label_files = [path for own in labels.parts.values() for path in own]
     if labels.manifests:
         manifest = read_manifest(labels.manifests[0])
         places = [path for own in manifest.parts.values() for path in own]
@@ -254,6 +272,11 @@ def read_yolo(tree: FileTree, labels: LabelSet, part: str) -> Labels:
         names, notes = manifest.names, list(manifest.notes)
         has_keypoints = manifest.has_keypoints
         files = [manifest.file, *lists]
+        near = [path for path in tree.others if _has_names(path)]
+        if manifest.file.endswith(".data"):
+            files += [path for path in near if _read_names_file(path) == names]
+        if other := next((path for path in near if _read_names_file(path) != names), None):
+            notes.append(f"the class names are those of '{manifest.file}', and not of '{other}'")
     else:
         names, notes, files = _find_names(tree, labels)
         has_keypoints = False
@@ -262,19 +285,37 @@ def read_yolo(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     result = Labels([], files=files, notes=notes)
     result.categories = [{"id": number, "name": name} for number, name in enumerate(names)]
     wanted = _list_images(tree, labels, part, result)
+    if not labels.manifests:  # other images, such as pictures of a web page, are not background
+        folders = {os.path.dirname(path) for path in label_of}
+        wanted = [path for path in wanted if os.path.dirname(path) in folders]
     own = set(wanted)
     folders = {os.path.dirname(label_of[path]) for path in wanted if path in label_of}
     pairs.doubles = {path: first for path, first in pairs.doubles.items() if path in own}
     pairs.orphans = {
         file: reason for file, reason in pairs.orphans.items() if os.path.dirname(file) in folders
     }
+    pairs.spares = {
+        file: reason for file, reason in pairs.spares.items() if os.path.dirname(file) in folders
+    }
+    foreign = find_foreign_labels(tree, "yolo")
+    num_background = 0
     for path in wanted:
-        if path not in pairs.doubles:
-            file = label_of.get(path, "")
-            image = LabelledImage(file or path, file=path, label_file=file)
-            result.images.append(image)
-            if file:
-                read_label_file(image, names, has_keypoints=has_keypoints)
+        if path in pairs.doubles:
+            continue
+        file = label_of.get(path, "")
+        image = LabelledImage(file or path, file=path, label_file=file)
+        result.images.append(image)
+        if file:
+            read_label_file(image, names, has_keypoints=has_keypoints)
+        elif path in foreign:
+            image.leave_out("with labels in another format", f"its labels are in '{foreign[path]}'")
+        else:
+            num_background += 1
+    if num_background:
+        result.notes.append(
+            f"{num_background:,} of {len(wanted):,} images have no label file: they are used as "
+            "images without objects"
+        )
     if wanted and not folders:
         usual = os.path.splitext(wanted[0].replace("/images/", "/labels/"))[0] + ".txt"
         result.problem = f"no image of '{part}' has a label file, such as '{usual}'"
@@ -283,7 +324,10 @@ def read_yolo(tree: FileTree, labels: LabelSet, part: str) -> Labels:
 
 
 def _list_images(tree: FileTree, labels: LabelSet, part: str, result: Labels) -> list[str]:
-    """Returns the images of a part. Images that a list names, and that are missing, are added."""
+    """Returns the images of a part. Images that a list names, and that are missing, are added.
+
+    Raises a ``UserError`` if a list cannot be read.
+    """
     if not labels.manifests:
         return _list_images_of_folders(tree, labels, part)
     images: dict[str, None] = {}
@@ -295,7 +339,11 @@ def _list_images(tree: FileTree, labels: LabelSet, part: str, result: Labels) ->
                 own = [path for path in tree.all_images if is_below(path, real)]
             images.update(dict.fromkeys(own))
             continue
-        for number, name in read_lines(place):
+        try:
+            lines = read_lines(place)
+        except UnreadableFileError as error:
+            raise UserError(f"'{place}': {error}") from error
+        for number, name in lines:
             image = LabelledImage(f"{place}, line {number}", name)
             exact = os.path.normpath(os.path.join(os.path.dirname(place), name))
             image.file = exact if exact in tree.image_set else ""
@@ -318,6 +366,25 @@ def _has_names(path: str) -> bool:
     return os.path.basename(path).lower() in _NAMES_FILES
 
 
+def _read_names_file(path: str) -> list[str]:
+    """Returns the class names in a file, one per line.
+
+    Raises:
+        UserError: the file cannot be read, or has a blank line before its last name.
+    """
+    try:
+        lines = [line.strip() for line in read_text(path).content.split("\n")]
+    except UnreadableFileError as error:
+        raise UserError(f"'{path}': {error}") from error
+    while lines and not lines[-1]:
+        lines.pop()
+    if "" in lines:
+        raise UserError(
+            f"'{path}', line {lines.index('') + 1}: the name of class {lines.index('')} is missing"
+        )
+    return lines
+
+
 def _find_names(tree: FileTree, labels: LabelSet) -> tuple[list[str], list[str], list[str]]:
     """Returns the class names of a data set without a manifest, notes, and the files of names."""
     base = os.path.join(tree.root, *labels.base)
@@ -327,10 +394,7 @@ def _find_names(tree: FileTree, labels: LabelSet) -> tuple[list[str], list[str],
         if _has_names(path) or path.lower().endswith(_NAMES_SUFFIXES)
         if is_below(path, base) or is_below(base, os.path.dirname(path))
     ]
-    try:
-        lists = {path: [name for _, name in read_lines(path)] for path in near}
-    except UnreadableFileError as error:
-        raise UserError(f"'{base}': a file of class names: {error}") from error
+    lists = {path: _read_names_file(path) for path in near}
     lists = {path: names for path, names in lists.items() if names}
     if lists:
         first, *others = lists
@@ -381,8 +445,10 @@ def _add_line(
     if number not in range(count):
         known = f"none of the {count} in names, which are numbered from 0"
         raise ValueError(f"class {line.split()[0]} is {known}")
-    values = values[:4] if has_keypoints else values
-    if len(values) == 5:  # the confidence of a predicted box
+    # Behind a box, there may be a confidence, the number of a track, or the points of a pose.
+    is_track = len(values) == 6 and line.split()[-1].isdecimal()
+    has_points = len(values) > 6 and not (len(values) - 4) % 3 and set(values[6::3]) <= {0, 1, 2}
+    if has_keypoints or is_track or has_points or len(values) == 5:
         values = values[:4]
     if len(values) < 4 or len(values) % 2:
         must = "must be class, x, y, width and height, or class and a polygon"
