@@ -169,14 +169,15 @@ def add_data_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         help="validation data, in the formats of --data (default: the validation part of --data, "
         "or else a held-out fifth of its images)",
     )
-    group.add_argument(
+    faults = group.add_mutually_exclusive_group()
+    faults.add_argument(
         "--max-left-out",
         type=float,
         metavar="SHARE",
         help="DATASETS.MAX_LEFT_OUT: images and boxes with faults are left out and listed; more "
         "than this share of them is an error (default: 0.1)",
     )
-    group.add_argument(
+    faults.add_argument(
         "--strict",
         dest="max_left_out",
         action="store_const",

@@ -18,6 +18,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import (
     LEFT_OUT_FILE,
+    SEEN_FILE,
     SPLIT_FILE,
     Account,
     Annotations,
@@ -277,9 +278,24 @@ def write_data_files(cfg: CfgNode) -> None:
 
 
 def _read_seen(cfg: CfgNode) -> SeenImages:
-    """Returns the images that ``MODEL.WEIGHTS`` were trained on and evaluated with."""
+    """Returns the images that ``MODEL.WEIGHTS`` were trained on and evaluated with.
+
+    Warns if the weights are those of a detector or classifier, and nothing tells its images.
+    """
     weights = Path(cfg.MODEL.WEIGHTS)
-    return SeenImages.read(weights.parent) if weights.is_file() else SeenImages()
+    if not weights.is_file():
+        return SeenImages()
+    seen = SeenImages.read(weights.parent)
+    if (
+        not (seen.train or seen.val)
+        and weights.suffix == ".safetensors"
+        and class_names_of(str(weights))
+    ):
+        logger.warning(
+            f"'{weights}' is a trained model without '{SEEN_FILE}' beside it: if it was trained on "
+            "some of the validation images, the results do not measure generalization"
+        )
+    return seen
 
 
 def _find_shared(

@@ -22,7 +22,7 @@ from .account import Account, LeftOut
 from .file_tree import FileTree, fold
 from .formats import Labels
 from .image_suffixes import IMAGE_SUFFIXES, UNREAD_SUFFIXES, describe_format
-from .labelled_image import MARGIN, Box, LabelledImage
+from .labelled_image import MARGIN, XYWH, Box, LabelledImage
 
 Entry = dict[str, Any]
 KNOWN_SUFFIXES = IMAGE_SUFFIXES | UNREAD_SUFFIXES
@@ -75,6 +75,12 @@ class Annotations:
             shown = f": {join_first((one.message for one in faults), 3, '; ')}" if faults else ""
             raise UserError(f"'{self.origin}' has no boxes{shown}")
         boxes = [entry["bbox"] for entry in self.annotations]
+        num_clipped = sum(map(len, self.clipped.values()))
+        if 2 * num_clipped > len(boxes) > 1:
+            raise UserError(
+                f"'{self.origin}': {num_clipped:,} of {len(boxes):,} boxes reach beyond their "
+                "image, so they are corners instead of sizes, or of images of another size"
+            )
         if max(map(max, boxes)) <= 1 and any(value % 1 for box in boxes for value in box):
             raise UserError(
                 f"'{self.origin}': all boxes lie between 0 and 1, but they must be in pixels"
@@ -91,9 +97,11 @@ class Annotations:
         for name in self.class_names:
             spellings.setdefault("".join(fold(name).split()), []).append(name)
         for names in spellings.values():
-            if len(names) > 1:
+            if len(set(names)) > 1:
                 shown = ", ".join(map(repr, names))
                 notes.append(f"'{self.origin}': these are different classes: {shown}")
+            elif len(names) > 1:
+                notes.append(f"'{self.origin}': {len(names)} classes have the name {names[0]!r}")
         return notes
 
     def leave_out(self, errors: Mapping[str, DataError]) -> None:
@@ -232,8 +240,15 @@ def _join_repeated(labels: Labels, account: Account) -> None:
                 num_joined += 1
             else:
                 reason = f"the labels of '{file}' are those in '{first.entry_file}'"
+                known = {(box.name, box.xywh) for box in first.boxes}
                 account.left_out += [
-                    LeftOut("of an image with other labels", one.place, reason, "box", False)
+                    LeftOut(
+                        "of an image with other labels",
+                        one.place,
+                        reason,
+                        "box",
+                        is_fault=(one.name, one.xywh) not in known,
+                    )
                     for one in image.boxes
                 ]
                 account.left_out += image.left_out
@@ -333,7 +348,15 @@ class _Builder:
             self._result.label_files[name] = image.label_file
             account.used["label file"] += 1
         num_before, num_clipped = len(self._entries), len(account.clipped)
+        seen: set[tuple[str, XYWH]] = set()
         for box in image.boxes:
+            if not box.fields:  # COCO's ground truth stays as it is
+                if (box.name, box.xywh) in seen:
+                    reason = "the same box of the same class comes before"
+                    repeated = LeftOut("that repeats another", box.place, reason, "box", False)
+                    account.left_out.append(repeated)
+                    continue
+                seen.add((box.name, box.xywh))
             index = self._index.get(box.name) if box.category is None else box.category
             if index is None:
                 known = join_first(self._index, 5)

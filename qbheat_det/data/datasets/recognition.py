@@ -6,16 +6,17 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
 
-from .file_tree import FileTree, is_below
+from .file_tree import FileTree, is_below, stem_of
 from .formats import FORMATS, Format, LabelSet
 from .formats.table import describe_columns, has_unknown_boxes, names_images
 from .label_kinds import Ends, LabelKind, json_list, json_object, lines_like, starts_with
-from .layout import PLAIN_WORDS, Folders, folders_of, part_of_name, split_words
+from .layout import PLAIN_WORDS, folders_of, part_of_name, split_words
 
 _LINE_OF_WIDER = re.compile(r"^\s*(-?\d+\s+){9}-?\d+\s*$")
 
@@ -64,6 +65,7 @@ _REFUSED_SUFFIXES = {
     ".tfrecord": "TFRecord",
     ".tfrecords": "TFRecord",
 }
+_SUFFIXES_OF_LABELS = (".csv", ".json", ".txt", ".tsv", ".xlsx", ".xml", ".yaml")
 _TAKEN = (
     f"--data needs {', '.join(row.title for row in FORMATS.values())}, class folders, or a zip of "
     "one of these (docs/train.md#data-formats)"
@@ -74,6 +76,7 @@ def _has_polygons(ends: Ends) -> bool:
     return "<polygon>" in ends.start and "<bndbox>" not in ends.start
 
 
+_SMALL = 0.1  # share of the images of another data set up to which a data set is left out
 _MASK_WORDS = frozenset({"mask", "masks", "segmentation", "segmentations", "seg", "semantic"})
 
 
@@ -114,23 +117,16 @@ def recognize(tree: FileTree, wanted: str = "") -> Recognized:
         UserError: there is no data set, or more than one.
     """
     formats = [FORMATS[wanted]] if wanted else list(FORMATS.values())
-    found = [(row, one) for row in formats for one in row.find(tree)]
-    if not all(row.is_last for row, _ in found):
-        found = [(row, one) for row, one in found if not row.is_last]
+    found = [_Candidate(tree, row, one) for row in formats for one in row.find(tree)]
     if not found:
         if wanted:
             raise UserError(f"'{tree.root}' has no {FORMATS[wanted].title} labels any more")
         if tree.label_file:
             raise UserError(_refuse_file(tree, tree.label_file))
         return _recognize_classes(tree)
-    base = _choose_base(tree, [one for _, one in found])
-    here = [(row, one) for row, one in found if one.base == base]
-    # A file that names the parts and classes decides. Otherwise, the order of the table does.
-    row, labels = min(here, key=lambda pair: not pair[1].manifests)
-    notes = []
-    others = dict.fromkeys(other.title for other, _ in here if other is not row)
-    if others:
-        notes.append(f"labels in {row.title} format are used, and not those in {', '.join(others)}")
+    chosen, *others = sorted(found, key=lambda one: one.rank, reverse=True) if found[1:] else found
+    notes = _compare(tree, chosen, others)
+    row, base = chosen.row, chosen.labels.base
     if base and not tree.is_of_one_file:
         folder = os.path.join(tree.root, *base)
         notes.append(f"the data set in '{folder}' is used")
@@ -140,28 +136,77 @@ def recognize(tree: FileTree, wanted: str = "") -> Recognized:
                 nested.add(other)
             again = recognize(nested, row.name)
             return Recognized(again.tree, row, again.labels, notes=[*notes, *again.notes])
-    return Recognized(tree, row, labels, notes=notes)
+    return Recognized(tree, row, chosen.labels, notes=notes)
 
 
-def _choose_base(tree: FileTree, sets: Sequence[LabelSet]) -> Folders:
-    """Returns the folder of the only data set. A data set in the root hides those below."""
-    bases = sorted({one.base for one in sets}, key=lambda base: (len(base), base))
-    outer = [b for b in bases if not any(b[: len(o)] == o for o in bases if len(o) < len(b))]
-    if len(outer) > 1:
-        # Label files without any image, such as a table of results, are no data set.
-        with_images = [b for b in outer if _has_images(tree, b)]
-        outer = with_images or outer
-    if len(outer) == 1:
-        return outer[0]
-    commands = [shlex.join(["--data", os.path.join(tree.root, *base)]) for base in outer]
-    raise UserError(
-        f"'{tree.root}' has {len(outer)} data sets. Choose one: {join_first(commands, 10, ' or ')}"
-    )
+class _Candidate:
+    """A data set that may be meant. Its images are found only if there is another one."""
+
+    def __init__(self, tree: FileTree, row: Format, labels: LabelSet) -> None:
+        self.row = row
+        self.labels = labels
+        self.path = os.path.join(tree.root, *labels.base)
+        self._tree = tree
+
+    @cached_property
+    def images(self) -> frozenset[str]:
+        """Paths of the images with labels; none if the labels cannot be read."""
+        try:
+            parts = [self.row.read(self._tree, self.labels, part) for part in self.labels.parts]
+        except UserError:
+            return frozenset()
+        return frozenset(
+            image.file
+            for part in parts
+            for image in part.images
+            if image.file and image.reason is None and (image.boxes or image.label_file)
+        )
+
+    @property
+    def rank(self) -> tuple[object, ...]:
+        """Candidates with a higher rank are preferred.
+
+        A file that names the parts and classes decides, if its images are there. Then the number of
+        images does, and last the order of the table of formats.
+        """
+        order = list(FORMATS).index(self.row.name)
+        has_manifest = bool(self.labels.manifests and self.images)
+        size = len(self.images)
+        return has_manifest, size, not self.row.is_last, -len(self.labels.base), -order
 
 
-def _has_images(tree: FileTree, base: Folders) -> bool:
-    folder = os.path.join(tree.root, *base)
-    return any(is_below(path, folder) for path in tree.all_images)
+def _compare(tree: FileTree, chosen: _Candidate, others: Sequence[_Candidate]) -> list[str]:
+    """Returns notes of the other data sets, which repeat the chosen one or are much smaller.
+
+    Raises:
+        UserError: another data set has images of its own.
+    """
+    rivals = [chosen]
+    notes = []
+    for other in others:
+        own = other.images - chosen.images
+        if len(own) > _SMALL * len(chosen.images):
+            rivals.append(other)
+        else:
+            files = f"'{other.path}'" if other.path != chosen.path else "others"
+            notes.append(
+                f"labels in {chosen.row.title} format are used, and not those in "
+                f"{other.row.title} format of {files}"
+            )
+    paths = list(dict.fromkeys(one.path for one in rivals))
+    if len(paths) > 1:
+        commands = [shlex.join(["--data", path]) for path in paths]
+        raise UserError(
+            f"'{tree.root}' has {len(paths)} data sets. Choose one: "
+            f"{join_first(commands, 10, ' or ')}"
+        )
+    if len(rivals) > 1:
+        titles = " and ".join(dict.fromkeys(one.row.title for one in rivals))
+        raise UserError(
+            f"'{chosen.path}' has labels in the formats {titles}, of different images: keep those "
+            "of one format, or pass one label file with --data"
+        )
+    return notes
 
 
 def choose_parts(parts: Mapping[str, Any]) -> dict[str, str]:
@@ -248,6 +293,10 @@ def _find_refusal(tree: FileTree) -> str | None:
     for path in _list_tables(tree):
         if has_unknown_boxes(path):
             return f"has a table of unknown columns: {describe_columns(path)}"
+    stems = {stem_of(path) for path in tree.images}
+    beside = [path for path in tree.others if stem_of(path) in stems]
+    if 2 * len(beside) > len(stems) > 1:
+        return f"has label files of an unknown kind, such as '{beside[0]}': {_TAKEN}"
     for path in tree.others:
         name = _REFUSED_SUFFIXES.get(os.path.splitext(path)[1].lower())
         if name:
@@ -274,11 +323,18 @@ def _explain_missing_labels(tree: FileTree) -> str:
     tables = [path for path in _list_tables(tree) if names_images(path)]
     if tables and not masks:
         return describe_columns(tables[0])
+    archives = [
+        path for path in tree.others if path.lower().endswith((".zip", ".7z", ".tar", ".gz"))
+    ]
+    if not tree.all_images and archives:
+        return f"'{tree.root}' has the archive '{archives[0]}': unpack it, or pass it with --data"
     if not tree.all_images:
         return f"'{tree.root}' has no images and no labels: {_TAKEN}"
     if masks:
         return f"'{tree.root}' has masks, but no boxes, such as '{masks[0]}': {_TAKEN}"
+    suspicious = [path for path in tree.others if path.lower().endswith(_SUFFIXES_OF_LABELS)]
+    files = f" (no labels were found in files such as '{suspicious[0]}')" if suspicious else ""
     return (
-        f"'{tree.root}' has images without annotations: {_TAKEN}. --images accepts images without "
-        "labels, for pre-training"
+        f"'{tree.root}' has images without annotations{files}: {_TAKEN}. --images accepts images "
+        "without labels, for pre-training"
     )

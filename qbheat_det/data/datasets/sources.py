@@ -32,7 +32,8 @@ from qbheat_det.core.text import format_bytes, one_line
 from .account import Account, Item, LeftOut
 from .annotations import Annotations, build_annotations
 from .file_tree import FileTree, is_below
-from .formats import FORMATS
+from .formats import FORMATS, Labels
+from .formats.base import find_foreign_labels
 from .image_folder import (
     PathLike,
     check_image_folder,
@@ -40,6 +41,7 @@ from .image_folder import (
     register_image_folders,
 )
 from .image_suffixes import describe_format
+from .labelled_image import LabelledImage
 from .layout import holds_labels, part_of
 from .recognition import KINDS, Recognized, choose_parts, recognize
 
@@ -164,7 +166,8 @@ def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> Da
         ]
     else:
         name = found.format.name
-        sources = [Source(name, absolute, part, root) for part in found.parts]
+        data_set = _read(absolute, root, name, ())
+        sources = [Source(name, absolute, part, root) for part in data_set.parts]
     return DataSource(*sources)
 
 
@@ -274,12 +277,16 @@ def _read(path: str, image_root: str, format: str, classes: tuple[str, ...]) -> 
             tree.add(image_root)
     else:
         tree = FileTree(image_root or os.path.dirname(path), path, KINDS)
-    found = recognize(tree, format)
+    found = recognize(tree)
+    if format and (found.format is None or found.format.name != format):
+        found = recognize(tree, format)
     if found.format is None or found.labels is None:
         raise UserError(f"'{path}' has no boxes")
     tree, account = found.tree, Account(notes=list(found.notes))
     roles = choose_parts(found.labels.parts)
     labels = {role: found.format.read(tree, found.labels, part) for role, part in roles.items()}
+    if len(labels) == 2:
+        _separate(tree, labels, roles, account)
     lists = [one.categories for one in labels.values() if one.categories is not None]
     if found.format.lists_classes:
         categories = {role: one.categories or [] for role, one in labels.items()}
@@ -289,7 +296,9 @@ def _read(path: str, image_root: str, format: str, classes: tuple[str, ...]) -> 
         lists = [[{"id": number, "name": name} for number, name in enumerate(names)]]
         categories = dict.fromkeys(labels, lists[0])
     parts = {
-        role: build_annotations(tree, one, categories[role], path, account)
+        role: build_annotations(
+            tree, one, categories[role], _name_part(path, roles[role], one, len(labels)), account
+        )
         for role, one in labels.items()
     }
     files = dict.fromkeys(file for one in labels.values() for file in one.files)
@@ -298,10 +307,62 @@ def _read(path: str, image_root: str, format: str, classes: tuple[str, ...]) -> 
     for one in labels.values():
         for image in one.images:
             mentioned.update((image.file, image.label_file))
-    _account_for_rest(found, path, mentioned, set(roles.values()), account)
+    used_parts = {roles[role] for role in labels}
+    _account_for_rest(found, path, mentioned, used_parts, account)
     for part in parts.values():
         account.notes += [note for note in part.note_classes() if note not in account.notes]
     return _DataSet(parts, account)
+
+
+def _name_part(path: str, part: str, labels: Labels, num_parts: int) -> str:
+    """Returns the only label file of a part, or the path and the part, for messages."""
+    if len(labels.files) == 1:
+        return labels.files[0]
+    return path if num_parts == 1 else f"{path} ({part})"
+
+
+def _separate(
+    tree: FileTree, labels: dict[str, Labels], roles: Mapping[str, str], account: Account
+) -> None:
+    """Keeps a file from being in both parts by mistake, and drops an empty validation part.
+
+    - If a file in the folder of one part is found for a label of the other part, the label's own
+      image is missing.
+    - If the training part is what has no part, it does not include the validation images.
+    - A validation part without any label is dropped, so that images are held out instead.
+    """
+    by_file: dict[str, dict[str, LabelledImage]] = {"train": {}, "val": {}}
+    for role, one in labels.items():
+        by_file[role] = {
+            image.file: image for image in one.images if image.file and not image.reason
+        }
+    shared = by_file["train"].keys() & by_file["val"].keys()
+    num_removed = 0
+    for file in shared:
+        own_part = part_of(tree.relative(file), by_folder=True)
+        wrong = [
+            role
+            for role, part in roles.items()
+            if own_part in roles.values() and part != own_part
+            # A name may say that an image of the other part is meant.
+            if part_of(by_file[role][file].name, by_folder=True) != own_part
+        ]
+        if len(wrong) == 1:
+            image = by_file[wrong[0]][file]
+            image.file = ""
+            image.miss(f"its image is not there, only '{file}' of another part")
+        elif roles["train"] == "all":
+            by_file["train"][file].leave_out(
+                "of the validation part", "it is used for validation", is_fault=False
+            )
+            num_removed += 1
+    if num_removed:
+        account.notes.append(f"{num_removed:,} images of the validation part are not trained on")
+    val = labels["val"]
+    usable = [image for image in val.images if image.reason is None]
+    if val.problem or not val.images or (usable and not any(image.boxes for image in usable)):
+        account.notes.append(f"the part '{roles['val']}' has no labels, and is not used")
+        del labels["val"]
 
 
 def _account_for_rest(
@@ -324,6 +385,8 @@ def _account_for_rest(
     unread = frozenset(tree.unread_images)
     kinds = {file: kind for kind, files in tree.label_files.items() for file in files}
     why = _explain_unused(found, parts)
+    own_kind = found.format.kinds[0].name if found.format else ""
+    foreign = find_foreign_labels(tree, own_kind) if found.format else {}
 
     def leave_out(file: str, kind: str, reason: str, item: Item) -> None:
         account.left_out.append(LeftOut(kind, f"'{file}'", reason, item, False))
@@ -340,11 +403,17 @@ def _account_for_rest(
             leave_out(file, f"of the part '{part}'", "this part is not used", item)
         elif file in unread:
             leave_out(file, "in a format that is not read", "and no label file names it", item)
+        elif file in foreign:
+            reason = f"its labels are in '{foreign[file]}'"
+            kind = "with labels in another format"
+            account.left_out.append(LeftOut(kind, f"'{file}'", reason))
         elif is_image:
             leave_out(file, *why, item)
         else:
             reason = f"its {kinds[file]} labels are not those of a used image"
             leave_out(file, "not used", reason, item)
+    for file in sorted(tree.companions):
+        leave_out(file, "in a folder of masks or previews", "it is named like an image", "image")
     account.left_out += tree.skipped
     if tree.root != path and os.path.isdir(path):
         whole = FileTree(path)

@@ -101,7 +101,7 @@ Content = TypeVar("Content")
 
 ONLY_CLASS = "object"
 """The class of all objects, if the label files have no classes."""
-NAME_KEYS = ("label", "class", "name", "type", "category")
+NAME_KEYS = ("label", "class", "name", "category", "type")
 """Names of the attribute that has the class of an object, in the order of preference."""
 
 
@@ -264,8 +264,9 @@ def find_foreign_labels(tree: FileTree, kind: str) -> dict[str, str]:
 
 def choose_name(attributes: Mapping[str, Any]) -> object:
     """Returns the class among the attributes of an object: a text, or the checked option."""
-    keys = [key for key in NAME_KEYS if key in attributes] or list(attributes)
-    for key in keys:
+    lower = {str(key).strip().lower(): key for key in attributes}
+    known = [lower[key] for key in NAME_KEYS if key in lower]
+    for key in known or attributes:
         value = attributes[key]
         if isinstance(value, dict):
             value = next((name for name, is_set in value.items() if is_set), None)

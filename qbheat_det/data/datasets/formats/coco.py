@@ -16,7 +16,7 @@ from qbheat_det.data.datasets.label_kinds import LabelKind, json_object
 from qbheat_det.data.datasets.labelled_image import MARGIN, Box, LabelledImage
 from qbheat_det.data.datasets.text_files import UnreadableFileError, read_json
 
-from .base import Category, Format, Labels, LabelSet, find_sets, locate_image, note_encoding
+from .base import Category, Format, Labels, LabelSet, find_by_kind, locate_image, note_encoding
 
 Entry = dict[str, Any]
 
@@ -27,30 +27,33 @@ _AGREEMENT = 0.9  # share of boxes that must show that all are corners
 _BEYOND = 0.1  # share of boxes beyond their image that makes corners likely
 
 
-def find_coco(tree: FileTree) -> list[LabelSet]:
-    """Finds COCO files by their content. "instances_*.json" is preferred to other annotations."""
-    sets = find_sets(tree, tree.label_files.get("coco", ()))
-    return [
-        LabelSet(one.base, {part: _prefer_instances(files) for part, files in one.parts.items()})
-        for one in sets
-    ]
-
-
-def _prefer_instances(files: Sequence[str]) -> list[str]:
-    """Returns the files of boxes, if a part has files of captions or keypoints beside them."""
-    instances = [path for path in files if os.path.basename(path).lower().startswith("instances")]
-    return instances or list(files)
-
-
 def read_coco(tree: FileTree, labels: LabelSet, part: str) -> Labels:
-    """Reads the files of a part. Several files are joined by their class names.
+    """Reads the files of a part. Several files of different images are joined by class names.
+
+    Files of captions or keypoints of the same images as "instances_*.json" are not used.
 
     Raises:
-        UserError: a file is not in COCO's format, or two files have the same image.
+        UserError: a file is not in COCO's format, a category or the form of all boxes is wrong, or
+            two files have the same image.
     """
-    result = Labels([], files=list(labels.parts[part]))
-    readings = [_Reading(tree, file, part) for file in result.files]
+    files = sorted(labels.parts[part], key=lambda path: not _has_instances(path))
+    result = Labels([])
+    readings: list[_Reading] = []
+    owners: dict[str, str] = {}
+    for file in files:
+        one = _Reading(tree, file, part)
+        shared = next((image.file for image in one.images if image.file in owners), None)
+        if shared and _has_instances(owners[shared]) and not _has_instances(file):
+            continue
+        if shared:
+            raise UserError(
+                f"'{owners[shared]}' and '{file}' both have the image '{shared}': pass one of them "
+                "with --data"
+            )
+        readings.append(one)
+        owners |= {image.file: file for image in one.images if image.file}
     for one in readings:
+        result.files.append(one.file)
         result.notes += one.notes
         result.problem = result.problem or one.problem
         result.left_out += one.left_out
@@ -58,13 +61,17 @@ def read_coco(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     result.categories = _join_categories([one.categories for one in readings])
     result.is_original = len(readings) == 1
     if len(readings) > 1:
-        _check_disjoint(readings)
         joined = ", ".join(f"'{file}'" for file in result.files)
         result.notes.append(f"these files are joined: {joined}")
         for image in result.images:
             image.id = None
             image.boxes = [box._replace(category=None) for box in image.boxes]
     return result
+
+
+def _has_instances(path: str) -> bool:
+    """Returns whether a file has boxes by its name, and not captions or keypoints."""
+    return os.path.basename(path).lower().startswith("instances")
 
 
 def _join_categories(lists: Sequence[list[Category]]) -> list[Category]:
@@ -75,23 +82,15 @@ def _join_categories(lists: Sequence[list[Category]]) -> list[Category]:
     return [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
 
 
-def _check_disjoint(readings: Sequence["_Reading"]) -> None:
-    owners: dict[str, str] = {}
-    for one in readings:
-        for image in one.images:
-            if image.file and owners.setdefault(image.file, one.file) != one.file:
-                raise UserError(
-                    f"'{owners[image.file]}' and '{one.file}' both have the image '{image.file}': "
-                    "pass one of them with --data"
-                )
-
-
 class _Reading:
     """The content of one COCO file."""
 
     def __init__(self, tree: FileTree, file: str, part: str) -> None:
         self.file = file
-        self.notes = note_encoding(file)
+        try:
+            self.notes = note_encoding(file)
+        except UnreadableFileError as error:
+            raise UserError(f"'{file}': {error}") from error
         self.problem = ""
         self.left_out: list[LeftOut] = []
         content = _read_lists(file)
@@ -129,32 +128,27 @@ class _Reading:
     ) -> dict[Any, LabelledImage | None]:
         """Reads the images, and returns them by id. Ids that two images have map to None."""
         by_id: dict[Any, LabelledImage | None] = {}
-        by_file: dict[str, LabelledImage] = {}
-        num_joined = 0
         for number, entry in enumerate(entries, start=1):
             image = self._read_image(entry, number)
             self.images.append(image)
             if image.reason:
                 continue
             locate_image(tree, image, self.file, part)
-            first = by_file.setdefault(image.file, image) if image.file else image
-            if first is not image:
-                self.images.pop()
-                num_joined += 1
             id_ = entry["id"]
-            other = by_id.setdefault(id_, first)
-            if other is not first:
-                by_id[id_] = None
-                for one in (other, first):
-                    if one is not None and not one.reason:
-                        one.leave_out("with the id of another", f"id {short(id_)} occurs twice")
-        if num_joined:
-            self.notes.append(
-                f"'{self.file}' has {num_joined:,} more entries of images than images: the boxes "
-                "of one file are joined"
-            )
+            other = by_id.setdefault(id_, image)
+            if other is image:
+                continue
+            if other is not None and image.file and image.file == other.file:
+                self.images.pop()  # the same entry again
+                continue
+            by_id[id_] = None
+            for one in (other, image):
+                if one is not None and not one.reason:
+                    one.leave_out("with the id of another", f"id {short(id_)} occurs twice")
         if any(image.id is None for image in self.images if not image.reason):
             self.notes.append(f"'{self.file}' has ids of images that are no numbers: new ones")
+        if any(isinstance(entry, dict) and "split" in entry for entry in entries):
+            self.notes.append(f"'{self.file}': the field 'split' of images is not used")
         return by_id
 
     def _read_image(self, entry: Any, number: int) -> LabelledImage:
@@ -163,6 +157,8 @@ class _Reading:
             image.miss(f"it must be an object, but is {short(entry)}")
             return image
         id_, name = entry.get("id"), entry.get("file_name")
+        if name is None and isinstance(entry.get("coco_url"), str):  # LVIS
+            name = "/".join(entry["coco_url"].split("/")[-2:])
         if isinstance(id_, bool) or not isinstance(id_, int | str) or not _is_id(id_, texts=True):
             image.miss(f"its id must be a number below 2**53, not {short(id_)}")
             return image
@@ -217,6 +213,8 @@ class _Reading:
             must = "must be an id in the list of categories"
             raise ValueError(f"category_id {short(category_id)} {must}")
         box = entry.get("bbox")
+        if box is None and not are_corners:
+            box = _enclose(entry.get("segmentation"))
         if not _is_box(box):
             must = "must be four finite numbers [x, y, width, height] in pixels"
             raise ValueError(f"bbox {must}, but is {short(box)}")
@@ -310,6 +308,19 @@ def _is_id(value: object, *, texts: bool = False) -> bool:
     return texts and isinstance(value, str)
 
 
+def _enclose(segmentation: object) -> list[float] | None:
+    """Returns the box around the polygons of a mask, or None if there are none."""
+    if not isinstance(segmentation, list) or not segmentation:
+        return None
+    if not all(are_numbers(polygon, _MAX_COORDINATE) for polygon in segmentation):
+        return None
+    xs = [x for polygon in segmentation for x in polygon[::2]]
+    ys = [y for polygon in segmentation for y in polygon[1::2]]
+    if not xs or len(xs) != len(ys):
+        return None
+    return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
+
+
 def _is_box(box: object) -> TypeGuard[list[float]]:
     """Returns whether a value is a list of four finite numbers."""
     if not isinstance(box, list) or len(box) != 4:
@@ -376,7 +387,7 @@ COCO = Format(
             ),
         ),
     ),
-    find_coco,
+    find_by_kind("coco"),
     read_coco,
     data="a JSON file, or a folder with JSON files, such as "
     "`annotations/instances_train2017.json`, `annotations/train.json` or "

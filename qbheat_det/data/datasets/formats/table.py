@@ -7,6 +7,7 @@ LabelName, XMin, …"), boxes are fractions of the image's sides.
 
 import csv
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -17,9 +18,10 @@ from qbheat_det.data.datasets.file_tree import FileTree
 from qbheat_det.data.datasets.image_suffixes import IMAGE_SUFFIXES, UNREAD_SUFFIXES
 from qbheat_det.data.datasets.label_kinds import Ends, LabelKind
 from qbheat_det.data.datasets.labelled_image import LabelledImage, corners
+from qbheat_det.data.datasets.layout import part_of_name
 from qbheat_det.data.datasets.text_files import read_rows
 
-from .base import ONLY_CLASS, Format, Labels, LabelSet, find_by_kind, read_with
+from .base import ONLY_CLASS, Format, Labels, LabelSet, find_sets, read_with
 
 # Known names of each column, in lower case and without underscores, spaces and dots.
 _IMAGE = (
@@ -39,8 +41,12 @@ _X = ("x", "bboxx", "boxx", *_LEFT)
 _Y = ("y", "bboxy", "boxy", *_TOP)
 _CENTER_X = ("xcenter", "centerx", "xc", "cx", "xcentre")
 _CENTER_Y = ("ycenter", "centery", "yc", "cy", "ycentre")
-_WIDTH = ("width", "w", "bboxwidth", "bboxw", "boxwidth", "boxw")
-_HEIGHT = ("height", "h", "bboxheight", "bboxh", "boxheight", "boxh")
+# "width" and "height" may be the sides of the image.
+_WIDTH = ("bboxwidth", "bboxw", "boxwidth", "boxw", "w", "width")
+_HEIGHT = ("bboxheight", "bboxh", "boxheight", "boxh", "h", "height")
+_QUAD = ("x1", "y1", "x2", "y2", "x3", "y3", "x4", "y4")
+_SPLIT = ("split", "subset", "set", "partition", "usage", "fold")
+_EMPTY = ("", "nan", "none", "null", "na", "n/a", "-", "[]")
 _CLASS_WORDS = ("class", "label", "categ", "type", "species", "kind", "klass")
 _NO_CLASSES = ("source", "split", "set", "usage", "url", "user", "date", "comment", "folder")
 _OPEN_IMAGES = "imageid"  # marks Open Images, if there are corners
@@ -76,6 +82,12 @@ class Columns(NamedTuple):
 def _read_corners(texts: Sequence[str]) -> Points:
     left, top, right, bottom = map(_number, texts)
     return [(left, top), (right, bottom)]
+
+
+def _read_quad(texts: Sequence[str]) -> Points:
+    numbers = list(map(_number, texts))
+    xs, ys = numbers[::2], numbers[1::2]
+    return [(min(xs), min(ys)), (max(xs), max(ys))]
 
 
 def _read_sizes(texts: Sequence[str]) -> Points:
@@ -115,6 +127,7 @@ def find_columns(header: Sequence[str], row: Sequence[str] = ()) -> Columns | No
         return next((place for place in places if place not in but), None)
 
     layouts: tuple[tuple[tuple[Sequence[str], ...], Callable[[Sequence[str]], Points]], ...] = (
+        (tuple((name,) for name in _QUAD), _read_quad),
         ((_LEFT, _TOP, _RIGHT, _BOTTOM), _read_corners),
         ((_CENTER_X, _CENTER_Y, _WIDTH, _HEIGHT), _read_centers),
         ((_X, _Y, _WIDTH, _HEIGHT), _read_sizes),
@@ -128,9 +141,7 @@ def find_columns(header: Sequence[str], row: Sequence[str] = ()) -> Columns | No
         image = find(_IMAGE) if image is None else image
         if image is None:
             return None
-        label = find(_CLASS, (image, *box))
-        if label is None:
-            label = _find_label(names, row, (image, *box))
+        label = _choose_label(names, row, (image, *box))
         is_relative = names[image] == _OPEN_IMAGES and "labelname" in names
         return Columns(image, label, tuple(box), to_points, is_relative)
     return _find_columns_without_header(header)
@@ -143,6 +154,15 @@ def _clean(name: str) -> str:
 
 def _is_image(text: str) -> bool:
     return os.path.splitext(text)[1].lower() in IMAGE_SUFFIXES | UNREAD_SUFFIXES
+
+
+def _choose_label(names: Sequence[str], row: Sequence[str], others: Sequence[int]) -> int | None:
+    """Returns the column of classes: one with a known name and texts, if there is one."""
+    known = [names.index(name) for name in _CLASS if name in names]
+    known = [place for place in known if place not in others]
+    texts = [place for place in known if place < len(row) and not _is_number(row[place])]
+    unknown = _find_label(names, row, others) if not texts else None
+    return next(iter([*texts, *([] if unknown is None else [unknown]), *known]), None)
 
 
 def _find_label(names: Sequence[str], row: Sequence[str], others: Sequence[int]) -> int | None:
@@ -176,6 +196,39 @@ def _is_number(text: str) -> bool:
         return float(text) == float(text)
     except ValueError:
         return False
+
+
+def find_table(tree: FileTree) -> list[LabelSet]:
+    """Finds tables. The parts of a table are told by its name, or by a column such as "split"."""
+    sets = []
+    for one in find_sets(tree, tree.label_files.get("table", ())):
+        parts: dict[str, list[tuple[str, str]]] = {}
+        for part, files in one.parts.items():
+            for file in files:
+                for value in _list_splits(file) or [""]:
+                    name = part_of_name(value) or part if value else part
+                    parts.setdefault(name, []).append((file, value))
+        sets.append(LabelSet(one.base, parts))
+    return sets
+
+
+def _find_split(file: str) -> int | None:
+    """Returns the column that tells the part of each row, or None."""
+    columns = _read_columns(file)
+    if columns is None or not columns.has_header:
+        return None
+    names = [_clean(cell) for cell in _read_first(file)[0]]
+    return next((names.index(name) for name in _SPLIT if name in names), None)
+
+
+def _list_splits(file: str) -> list[str]:
+    """Returns the values of the column that tells the part of each row."""
+    place = _find_split(file)
+    if place is None:
+        return []
+    rows = read_rows(file, _read_first(file)[2])[1:]
+    values = dict.fromkeys(row[place].strip() for _, row in rows if len(row) > place)
+    return list(values) if any(map(part_of_name, values)) else []
 
 
 def _is_table(ends: Ends) -> bool:
@@ -219,8 +272,14 @@ def has_unknown_boxes(path: str) -> bool:
 
 def read_table(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     """Reads the tables of a part, see ``Format.read``."""
-    result = _read(tree, labels, part)
-    tables = list(result.files)
+    result = Labels([])
+    for file, value in labels.parts[part]:
+        read_part = read_with(functools.partial(read_file, value=value), "CSV")
+        one = read_part(tree, LabelSet(labels.base, {part: [file]}), part)
+        result.files += one.files
+        result.notes += one.notes
+        result.images += one.images
+    tables = list(dict.fromkeys(result.files))
     names = _read_descriptions(tree, result)
     for file in tables:
         columns = _read_columns(file) or _NO_COLUMNS
@@ -262,8 +321,10 @@ def _read_descriptions(tree: FileTree, result: Labels) -> dict[str, str]:
     return {}
 
 
-def read_file(file: str) -> list[LabelledImage]:
-    """Reads a table. Lines of one image need not be together.
+def read_file(file: str, value: str = "") -> list[LabelledImage]:
+    """Reads a table, or only the rows with a value in the column that tells the part.
+
+    Lines of one image need not be together.
 
     Raises a ``UserError`` if the table has not the columns that are needed.
     """
@@ -272,18 +333,22 @@ def read_file(file: str) -> list[LabelledImage]:
         raise UserError(describe_columns(file))
     delimiter = _read_first(file)[2]
     images: dict[str, LabelledImage] = {}
+    split = _find_split(file) or 0
     is_first = columns.has_header
     used = [columns.image, *columns.box, *([columns.label] if columns.label is not None else [])]
     for number, row in read_rows(file, delimiter):
         if is_first or not any(cell.strip() for cell in row):
             is_first &= not any(cell.strip() for cell in row)
             continue
+        if value and (len(row) <= split or row[split].strip() != value):
+            continue
         cells = [row[place].strip() if place < len(row) else "" for place in used]
         name, box = cells[0], cells[1 : 1 + len(columns.box)]
         label = cells[-1] if columns.label is not None else ONLY_CLASS
         place = f"{file}, line {number}"
         image = images.setdefault(name, LabelledImage(place, name))
-        if not any(box) and (columns.label is None or not label):
+        # Images without objects have empty boxes, and may have a class such as "No finding".
+        if all(cell.lower() in _EMPTY for cell in box):
             continue
         with image.reading(place):
             if not name:
@@ -293,13 +358,11 @@ def read_file(file: str) -> list[LabelledImage]:
     return list(images.values())
 
 
-_read = read_with(read_file, "CSV")
-
 TABLE = Format(
     "table",
     "CSV",
     (LabelKind("table", (".csv", ".tsv"), _is_table),),
-    find_by_kind("table"),
+    find_table,
     read_table,
     data="a file with the columns `filename, class, xmin, ymin, xmax, ymax`, or `x, y, width, "
     "height`, or `bbox`; a file without a header with `path, x1, y1, x2, y2, class`; a folder with "

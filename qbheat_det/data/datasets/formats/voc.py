@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from xml.etree.ElementTree import Element
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data.datasets.file_tree import FileTree
+from qbheat_det.data.datasets.file_tree import FileTree, stem_of
 from qbheat_det.data.datasets.label_kinds import Ends, LabelKind
 from qbheat_det.data.datasets.labelled_image import LabelledImage
 from qbheat_det.data.datasets.layout import (
@@ -26,8 +26,6 @@ from qbheat_det.data.datasets.text_files import UnreadableFileError, parse_xml, 
 
 from .base import Format, Labels, LabelSet, read_per_image
 
-_LISTS = {"train": ("train", "trainval"), "val": ("val", "test")}
-
 
 def find_voc(tree: FileTree) -> list[LabelSet]:
     """Finds XML files. ``ImageSets/Main`` lists the parts, or else folders tell them."""
@@ -35,7 +33,7 @@ def find_voc(tree: FileTree) -> list[LabelSet]:
     sets = []
     for base, own in group_per_image_files(tree, files).items():
         lists = _find_lists(tree, base)
-        parts = lists if "train" in lists else {}
+        parts = lists if lists.keys() & {"train", "all"} else {}
         folders = sort_into_parts(tree, own, base, by_folder=True)
         sets.append(LabelSet(base, parts or folders, [*parts.values()]))
     return sets
@@ -44,12 +42,19 @@ def find_voc(tree: FileTree) -> list[LabelSet]:
 def _find_lists(tree: FileTree, base: Folders) -> dict[str, str]:
     """Maps parts to the files in ``ImageSets/Main`` that list their images."""
     folder = os.path.join(tree.root, *base, "ImageSets", "Main")
-    return {
+    lists = {
         part: path
-        for part, stems in _LISTS.items()
-        for stem in reversed(stems)
+        for part, stem in (
+            ("train", "train"),
+            ("all", "trainval"),
+            ("test", "test"),
+            ("val", "val"),
+        )
         if os.path.isfile(path := os.path.join(folder, f"{stem}.txt"))
     }
+    if "train" in lists:
+        lists.pop("all", None)
+    return lists
 
 
 def read_voc(tree: FileTree, labels: LabelSet, part: str) -> Labels:
@@ -68,7 +73,10 @@ def read_voc(tree: FileTree, labels: LabelSet, part: str) -> Labels:
 
 def _read_list(place: str, files: Sequence[str], result: Labels) -> list[str]:
     """Returns the label files of the images in a list, which is a file of ``ImageSets/Main``."""
-    by_stem = {os.path.splitext(os.path.basename(path))[0]: path for path in files}
+    by_stem = {stem_of(path): path for path in files}
+    # A line may be a path below the folder of the XML files.
+    folder = os.path.commonpath(list(map(os.path.dirname, files))) if files else ""
+    by_stem |= {os.path.splitext(os.path.relpath(path, folder))[0]: path for path in files}
     chosen: dict[str, None] = {}
     try:
         lines = read_lines(place)
@@ -76,8 +84,9 @@ def _read_list(place: str, files: Sequence[str], result: Labels) -> list[str]:
         raise UserError(f"'{place}': {error}") from error
     for number, line in lines:
         # A line is a name, which may contain spaces, or a name and a flag.
-        tried = (os.path.basename(name) for name in (line, line.split()[0]))
-        names = [one for name in tried for one in (name, os.path.splitext(name)[0])]
+        tried = (line, line.split()[0])
+        paths = [one for name in tried for one in (name, os.path.splitext(name)[0])]
+        names = [*paths, *map(os.path.basename, paths)]
         file = next((by_stem[name] for name in names if name in by_stem), None)
         if file:
             chosen[file] = None

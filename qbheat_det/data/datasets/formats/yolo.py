@@ -287,7 +287,7 @@ def read_yolo(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     wanted = _list_images(tree, labels, part, result)
     if not labels.manifests:  # other images, such as pictures of a web page, are not background
         folders = {os.path.dirname(path) for path in label_of}
-        wanted = [path for path in wanted if os.path.dirname(path) in folders]
+        wanted = {path: "" for path in wanted if os.path.dirname(path) in folders}
     own = set(wanted)
     folders = {os.path.dirname(label_of[path]) for path in wanted if path in label_of}
     pairs.doubles = {path: first for path, first in pairs.doubles.items() if path in own}
@@ -299,11 +299,11 @@ def read_yolo(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     }
     foreign = find_foreign_labels(tree, "yolo")
     num_background = 0
-    for path in wanted:
+    for path, name in wanted.items():
         if path in pairs.doubles:
             continue
         file = label_of.get(path, "")
-        image = LabelledImage(file or path, file=path, label_file=file)
+        image = LabelledImage(file or path, name, path, file)
         result.images.append(image)
         if file:
             read_label_file(image, names, has_keypoints=has_keypoints)
@@ -317,27 +317,30 @@ def read_yolo(tree: FileTree, labels: LabelSet, part: str) -> Labels:
             "images without objects"
         )
     if wanted and not folders:
-        usual = os.path.splitext(wanted[0].replace("/images/", "/labels/"))[0] + ".txt"
+        first = next(iter(wanted))
+        usual = os.path.splitext(first.replace("/images/", "/labels/"))[0] + ".txt"
         result.problem = f"no image of '{part}' has a label file, such as '{usual}'"
     add_unpaired(result, pairs)
     return result
 
 
-def _list_images(tree: FileTree, labels: LabelSet, part: str, result: Labels) -> list[str]:
-    """Returns the images of a part. Images that a list names, and that are missing, are added.
+def _list_images(tree: FileTree, labels: LabelSet, part: str, result: Labels) -> dict[str, str]:
+    """Returns the images of a part, and their names in a list, or "".
+
+    Images that a list names, and that are missing, are added to the result.
 
     Raises a ``UserError`` if a list cannot be read.
     """
     if not labels.manifests:
-        return _list_images_of_folders(tree, labels, part)
-    images: dict[str, None] = {}
+        return dict.fromkeys(_list_images_of_folders(tree, labels, part), "")
+    images: dict[str, str] = {}
     for place in labels.parts[part]:
         if os.path.isdir(place):
             own = [path for path in tree.all_images if is_below(path, place)]
             if not own:  # a link to a folder that is searched already
                 real = os.path.realpath(place)
                 own = [path for path in tree.all_images if is_below(path, real)]
-            images.update(dict.fromkeys(own))
+            images.update(dict.fromkeys(own, ""))
             continue
         try:
             lines = read_lines(place)
@@ -349,10 +352,10 @@ def _list_images(tree: FileTree, labels: LabelSet, part: str, result: Labels) ->
             image.file = exact if exact in tree.image_set else ""
             locate_image(tree, image, place, part)
             if image.file:
-                images[image.file] = None
+                images[image.file] = name
             else:
                 result.images.append(image)
-    return list(images)
+    return images
 
 
 def _list_images_of_folders(tree: FileTree, labels: LabelSet, part: str) -> list[str]:
