@@ -176,6 +176,24 @@ def coco_with_corners(root):
     write(root / "train.json", json.dumps(content))
 
 
+def coco_with_an_empty_part(root):
+    write_images(root / "train")
+    write(root / "train/_annotations.coco.json", json.dumps(coco_content()))
+    empty = coco_content(images=[], annotations=[])
+    write(root / "valid/_annotations.coco.json", json.dumps(empty))
+
+
+def coco_of_pandas(root):
+    """Whole numbers are written as floats."""
+    write_images(root / "images")
+    content = coco_content()
+    for one in (*content["images"], *content["categories"]):
+        one["id"] = float(one["id"])
+    for one in content["annotations"]:
+        one |= {key: float(one[key]) for key in ("image_id", "category_id")}
+    write(root / "train.json", json.dumps(content))
+
+
 def labelimg_yolo(root):
     write_yolo(root, root)
     write(root / "classes.txt", "\ufeffcat\r\ndog")
@@ -238,6 +256,12 @@ def yolo_without_its_validation_folder(root):
 def yolo_of_years(root):
     yolo_parts(root, "images/train2017", "images/val2017")
     write(root / "labels/classes.txt", "cat\ndog")
+
+
+def yolo_beside_an_older_version(root):
+    write_yolo(root / "images", root / "labels")
+    write_yolo(root / "old/images", root / "old/labels", second=1)
+    write(root / "classes.txt", "cat\ndog")
 
 
 def yolo_names_that_yaml_changes(root):
@@ -333,17 +357,25 @@ def createml(root):
     write(root / "train.json", json.dumps(content))
 
 
-def via_without_a_class(root):
+def via(root, attributes):
     write_images(root)
     regions = [
         {
             "shape_attributes": {"name": "rect", "x": x, "y": y, "width": w, "height": h},
-            "region_attributes": {},
+            "region_attributes": attributes,
         }
         for x, y, w, h in BOXES
     ]
     entries = {stem: {"filename": f"{stem}.jpg", "regions": regions} for stem in STEMS}
     write(root / "via.json", json.dumps(entries))
+
+
+def via_without_a_class(root):
+    via(root, {})
+
+
+def via_with_a_checkbox(root):
+    via(root, {"quality": {"good": True}, "animal": "cat"})
 
 
 # The number of images of each part, and the classes.
@@ -361,6 +393,8 @@ READ = {
     coco_with_a_byte_order_mark: ([6], ["cat", "dog"]),
     coco_with_an_entry_per_box: ([6], ["cat", "dog"]),
     coco_with_corners: ([6], ["cat", "dog"]),
+    coco_with_an_empty_part: ([6], ["cat", "dog"]),
+    coco_of_pandas: ([6], ["cat", "dog"]),
     labelimg_yolo: ([6], ["cat", "dog"]),
     roboflow_darknet: ([6, 6], ["cat"]),
     cvat_yolo: ([6], ["cat", "dog"]),
@@ -370,6 +404,7 @@ READ = {
     yolo_from_windows: ([6, 6], ["cat", "dog"]),
     yolo_without_its_validation_folder: ([6], ["cat"]),
     yolo_of_years: ([6, 6], ["cat", "dog"]),
+    yolo_beside_an_older_version: ([6], ["cat", "dog"]),
     yolo_names_that_yaml_changes: ([6, 6], ["no", "0123"]),
     yolo_with_pictures_of_a_telephone: ([6], ["cat"]),
     yolo_with_names_in_percent_and_upper_case: ([6], ["cat"]),
@@ -383,6 +418,7 @@ READ = {
     labelme_in_another_folder: ([6], ["cat"]),
     createml: ([6], ["cat"]),
     via_without_a_class: ([6], ["object"]),
+    via_with_a_checkbox: ([6], ["cat"]),
 }
 
 
@@ -443,6 +479,16 @@ def table_of_unknown_columns(root):
     write(root / "labels.csv", "Bild;von;bis;oben;unten\na.jpg;20;60;30;80\n")
 
 
+def data_set_in_another(root):
+    write_yolo(root / "images", root / "labels")
+    write_yolo(root / "more/images", root / "more/labels", "uvwxyz")
+    write(root / "classes.txt", "cat")
+
+
+def via_with_two_attributes(root):
+    via(root, {"quality": "good", "animal": "cat"})
+
+
 REFUSED = {
     coco_results: "results of a detector",
     tfrecords: "TFRecord",
@@ -450,6 +496,8 @@ REFUSED = {
     parts_without_labels: "train, val .* no classes",
     two_data_sets: r"--data \S*pets or --data \S*wild",
     foreign_json_beside_folders: "Datumaro",
+    data_set_in_another: r"Choose one: --data \S*more. To use the one directly in '\S*set', move",
+    via_with_two_attributes: "quality, animal must have the name 'class'",
     table_of_unknown_columns: "Bild, von, bis, oben, unten.*xmin",
 }
 

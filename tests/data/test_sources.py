@@ -296,6 +296,30 @@ def test_the_last_annotation_of_a_task_that_was_not_cancelled_counts(tmp_path):
     assert annotations.class_names == ("dog",)
     assert len(annotations.annotations) == 1
     assert any("several" in note for note in annotations.account.notes)
+    attempts[0]["ground_truth"] = True
+    annotations = read(write(tmp_path / "b.json", json.dumps([task])))
+    assert annotations.class_names == ("cat",)
+
+
+def test_two_uploads_of_one_name_are_not_taken_for_one_image(tmp_path):
+    write_image(tmp_path / "a.jpg")
+    box = {"x": 25, "y": 20, "width": 50, "height": 60, "rectanglelabels": ["cat"]}
+    tasks = [
+        {
+            "data": {"image": f"/data/upload/1/{mark}-a.jpg"},
+            "annotations": [{"result": [{"value": box}]}],
+        }
+        for mark in ("0a1b2c3d", "4e5f6a7b")
+    ]
+    file = write(tmp_path / "a.json", json.dumps(tasks))
+    with pytest.raises(UserError, match=r"images of .*were not found: .*several uploads"):
+        read(file)
+    write_image(tmp_path / "b.jpg")
+    tasks.append({**tasks[0], "data": {"image": "b.jpg"}})
+    forget_annotations()
+    annotations = read(write(tmp_path / "a.json", json.dumps(tasks)))
+    assert [image["file_name"] for image in annotations.images] == ["b.jpg"]
+    assert [one.reason for one in annotations.account.faults] == ["of an ambiguous name"] * 2
 
 
 def test_absolute_names_need_no_image_folder(tmp_path):

@@ -24,6 +24,9 @@ _COMPANION_WORDS = frozenset(
         *("thumb", "thumbs", "thumbnail", "thumbnails", "preview", "previews"),
     }
 )
+_CACHED = (
+    *("all_images", "image_set", "image_folders", "companions", "label_files", "_images_by_name"),
+)
 _IGNORED = ("__MACOSX",)  # copies of files' properties in zips of macOS
 
 
@@ -134,7 +137,7 @@ class FileTree:
         path = os.path.abspath(folder)
         if any(is_below(path, root) for root in self._roots):
             return
-        for name in ("all_images", "image_set", "_images_by_name", "label_files", "companions"):
+        for name in _CACHED:
             self.__dict__.pop(name, None)
         self._roots.append(path)
         for file in walk(path, self._roots[:-1], self.skipped):
@@ -193,6 +196,11 @@ class FileTree:
     def image_set(self) -> frozenset[str]:
         """``all_images`` as a set."""
         return frozenset(self.all_images)
+
+    @cached_property
+    def image_folders(self) -> frozenset[str]:
+        """The folders of ``all_images``."""
+        return frozenset(map(os.path.dirname, self.all_images))
 
     @cached_property
     def _images_by_name(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:

@@ -369,6 +369,8 @@ def locate(tree: FileTree, name: str, label_file: str, part: str = "all") -> str
     found = tree.find_images(last) if last else []
     is_relative = not name.startswith(("/", "../"))
     named_part = part_of(name, by_folder=True) if "/" in name else None
+    if len(found) == 1 and _is_of_sibling(tree, found[0], name):
+        return []
     if len(found) == 1 and is_relative:
         own_part = _part_of_image(tree, found[0])
         return found[0] if not (named_part and own_part) or named_part == own_part else []
@@ -385,6 +387,17 @@ def locate(tree: FileTree, name: str, label_file: str, part: str = "all") -> str
     if len(found) > 1:
         found = _narrow(tree, found, name, folder, part)
     return found[0] if len(found) == 1 else list(found)
+
+
+def _is_of_sibling(tree: FileTree, path: str, name: str) -> bool:
+    """Returns whether a name tells another folder of images beside that of a path."""
+    *folders, _ = name.split("/")
+    if not folders or path.endswith(os.sep + name.replace("/", os.sep)):
+        return False
+    own = os.path.dirname(path)
+    return own != (other := os.path.join(os.path.dirname(own), folders[-1])) and (
+        other in tree.image_folders
+    )
 
 
 def _part_of_image(tree: FileTree, path: str) -> str | None:

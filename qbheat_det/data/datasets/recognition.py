@@ -162,6 +162,10 @@ class _Candidate:
             if image.file and image.reason is None and (image.boxes or image.label_file)
         )
 
+    def is_inside(self, other: "_Candidate") -> bool:
+        """Returns whether the folder of the data set lies in that of another."""
+        return self.path != other.path and is_below(self.path, other.path)
+
     @property
     def rank(self) -> tuple[object, ...]:
         """Candidates with a higher rank are preferred.
@@ -183,8 +187,11 @@ def _compare(tree: FileTree, chosen: _Candidate, others: Sequence[_Candidate]) -
     """
     rivals = [chosen]
     notes = []
+    names = {os.path.basename(path) for path in chosen.images}
     for other in others:
         own = other.images - chosen.images
+        if other.is_inside(chosen):  # predictions, or an older version
+            own = frozenset(path for path in own if os.path.basename(path) not in names)
         if len(own) > _SMALL * len(chosen.images):
             rivals.append(other)
         else:
@@ -195,10 +202,14 @@ def _compare(tree: FileTree, chosen: _Candidate, others: Sequence[_Candidate]) -
             )
     paths = list(dict.fromkeys(one.path for one in rivals))
     if len(paths) > 1:
-        commands = [shlex.join(["--data", path]) for path in paths]
+        outer = {one.path for one in rivals for other in rivals if other.is_inside(one)}
+        commands = [shlex.join(["--data", path]) for path in paths if path not in outer]
+        moved = "".join(
+            f". To use the one directly in '{path}', move the others out of it" for path in outer
+        )
         raise UserError(
             f"'{tree.root}' has {len(paths)} data sets. Choose one: "
-            f"{join_first(commands, 10, ' or ')}"
+            f"{join_first(commands, 10, ' or ')}{moved}"
         )
     if len(rivals) > 1:
         titles = " and ".join(dict.fromkeys(one.row.title for one in rivals))

@@ -215,11 +215,10 @@ def _find_image_root(file: str, given: str, likely: str) -> str:
             return root
     if errors:
         raise errors[0]
-    missing = [one for one in data_set.account.left_out if one.item == "missing image"]
-    named = f", such as '{missing[0].message}'," if missing else ""
+    faults = data_set.account.faults
     raise UserError(
-        f"the images of '{file}'{named} were not found: set their folder with --images, or with "
-        "--val-images for --val"
+        f"the images of '{file}' were not found: set their folder with --images, or with "
+        f"--val-images for --val{f' ({faults[0].message})' if faults else ''}"
     )
 
 

@@ -253,7 +253,7 @@ def locate_image(tree: FileTree, image: LabelledImage, label_file: str, part: st
         reason = f"{len(found)} images have the name '{last}', such as '{found[0]}'"
         image.leave_out("of an ambiguous name", reason)
     else:
-        image.miss(f"there is no image '{last}' below '{tree.root}'")
+        image.miss(f"there is no image '{image.name}' below '{tree.root}'")
 
 
 def find_foreign_labels(tree: FileTree, kind: str) -> dict[str, str]:
@@ -266,13 +266,15 @@ def choose_name(attributes: Mapping[str, Any]) -> object:
     """Returns the class among the attributes of an object: a text, or the checked option."""
     lower = {str(key).strip().lower(): key for key in attributes}
     known = [lower[key] for key in NAME_KEYS if key in lower]
-    for key in known or attributes:
-        value = attributes[key]
-        if isinstance(value, dict):
-            value = next((name for name, is_set in value.items() if is_set), None)
-        if value is not None and str(value).strip():
-            return value
-    return None
+    values = (choose_option(attributes[key]) for key in known or attributes)
+    return next((value for value in values if value is not None), None)
+
+
+def choose_option(value: object) -> object:
+    """Returns the value of an attribute: itself, or the checked one of several options, or None."""
+    if isinstance(value, dict):
+        value = next((name for name, is_set in value.items() if is_set), None)
+    return value if value is not None and str(value).strip() else None
 
 
 def find_path(address: str) -> str:

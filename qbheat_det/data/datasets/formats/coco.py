@@ -52,6 +52,7 @@ def read_coco(tree: FileTree, labels: LabelSet, part: str) -> Labels:
             )
         readings.append(one)
         owners |= {image.file: file for image in one.images if image.file}
+    readings = [one for one in readings if one.images] or readings
     for one in readings:
         result.files.append(one.file)
         result.notes += one.notes
@@ -98,7 +99,9 @@ class _Reading:
         self.images: list[LabelledImage] = []
         self._dropped: Counter[str] = Counter()
         by_id = self._read_images(tree, content["images"], part)
-        if content["annotations"] is None:
+        if not self.images:
+            self.problem = f"'{file}' is not in COCO's format: 'images' is empty"
+        elif content["annotations"] is None:
             self.problem = f"'{file}' is not in COCO's format: it has no list 'annotations'"
         elif content["categories"] is None:
             self.problem = f"'{file}' is not in COCO's format: it has no list 'categories'"
@@ -113,14 +116,14 @@ class _Reading:
             where = f"{self.file}: category number {number}"
             if not isinstance(entry, dict):
                 raise UserError(f"{where}: it must be an object, but is {short(entry)}")
-            id_, name = entry.get("id"), entry.get("name")
+            id_, name = _whole(entry.get("id")), entry.get("name")
             if type(id_) is not int or not _is_id(id_):
                 raise UserError(f"{where}: id must be a whole number below 2**53, not {short(id_)}")
             if not isinstance(name, str) or not name.strip():
                 raise UserError(f"{self.file}: category id {id_}: name must be a text")
             if id_ in valid:
                 raise UserError(f"{self.file}: category id {id_} occurs twice")
-            valid[id_] = entry
+            valid[id_] = {**entry, "id": id_}
         return [valid[id_] for id_ in sorted(valid)]
 
     def _read_images(
@@ -134,7 +137,7 @@ class _Reading:
             if image.reason:
                 continue
             locate_image(tree, image, self.file, part)
-            id_ = entry["id"]
+            id_ = _whole(entry["id"])
             other = by_id.setdefault(id_, image)
             if other is image:
                 continue
@@ -156,7 +159,7 @@ class _Reading:
         if not isinstance(entry, dict):
             image.miss(f"it must be an object, but is {short(entry)}")
             return image
-        id_, name = entry.get("id"), entry.get("file_name")
+        id_, name = _whole(entry.get("id")), entry.get("file_name")
         if name is None and isinstance(entry.get("coco_url"), str):  # LVIS
             name = "/".join(entry["coco_url"].split("/")[-2:])
         if isinstance(id_, bool) or not isinstance(id_, int | str) or not _is_id(id_, texts=True):
@@ -183,7 +186,7 @@ class _Reading:
             place = f"{self.file}: annotation number {number}"
             if isinstance(entry, dict):
                 place = f"{self.file}: annotation id {short(entry.get('id'))}"
-                key = entry.get("image_id")
+                key = _whole(entry.get("image_id"))
                 known = by_id.get(key) if isinstance(key, int | str) else None
                 image = known or others
             with image.reading(place):
@@ -205,7 +208,7 @@ class _Reading:
         """Adds the box of an annotation. Raises a ``ValueError`` if it is invalid."""
         if not isinstance(entry, dict):
             raise ValueError(f"it must be an object, but is {short(entry)}")
-        image_id, category_id = entry.get("image_id"), entry.get("category_id")
+        image_id, category_id = _whole(entry.get("image_id")), _whole(entry.get("category_id"))
         if not isinstance(image_id, int | str) or image_id not in by_id:
             reason = "must be an id in the list of images"
             raise ValueError(f"image_id {short(image_id)} {reason}")
@@ -253,7 +256,7 @@ class _Reading:
             box = entry.get("bbox") if isinstance(entry, dict) else None
             if not _is_box(box):
                 continue
-            key = entry.get("image_id")
+            key = _whole(entry.get("image_id"))
             image = by_id.get(key) if isinstance(key, int | str) else None
             size = image.size if image and image.size else (np.inf, np.inf)
             area = entry.get("area")
@@ -295,11 +298,14 @@ def _read_lists(file: str) -> dict[str, Any]:
         if (key == "images" and not is_list) or not (is_list or entries is None):
             raise UserError(f"'{file}' is not in COCO's format: '{key}' is missing or no list")
         lists[key] = entries
-    if not lists["images"]:
-        raise UserError(f"'{file}' is not in COCO's format: 'images' is empty")
     if lists["categories"] == [] and lists["annotations"] is not None:
         raise UserError(f"'{file}' is not in COCO's format: 'categories' is empty")
     return lists
+
+
+def _whole(value: object) -> Any:
+    """Returns a whole number as an int, such as 3.0, and any other value as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _is_id(value: object, *, texts: bool = False) -> bool:

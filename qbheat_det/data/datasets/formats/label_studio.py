@@ -2,12 +2,13 @@
 """Label Studio's exports JSON, JSON-MIN and CSV. Shapes become their bounding boxes.
 
 Images of tasks without a finished annotation are left out. Of several annotations of a task, the
-last one is read.
+ground truth is read, or else the last one.
 """
 
 import json
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,12 +48,7 @@ def read_label_studio(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     """Reads the files of a part, see ``Format.read``."""
     result = _read(tree, labels, part)
     missing = [one for one in result.images if one.reason and one.reason.item == "missing image"]
-    uploaded = {_clean(os.path.basename(path)): path for path in reversed(tree.all_images)}
-    for image in filter(lambda one: one.name, missing):
-        last = image.name.rpartition("/")[2]
-        path = uploaded.get(_clean(_UPLOADED.sub("", last)))
-        if path:
-            image.file, image.reason = path, None
+    _find_uploaded(tree, [image for image in missing if image.name])
     tasks = [image for image in result.images if isinstance(image, Task)]
     for task in tasks:
         if not task.num_annotations and task.file:
@@ -61,9 +57,33 @@ def read_label_studio(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     several = sum(task.num_annotations > 1 for task in tasks)
     if several:
         result.notes.append(
-            f"{several:,} tasks have several annotations: the last one of each is read"
+            f"{several:,} tasks have several annotations: of each, the ground truth or the last "
+            "is read"
         )
     return result
+
+
+def _find_uploaded(tree: FileTree, images: Sequence[LabelledImage]) -> None:
+    """Finds the original images of uploaded ones, whose names have a prefix.
+
+    If several files or uploads have a name, it does not tell which file an upload is.
+    """
+    files: dict[str, list[str]] = defaultdict(list)
+    for path in tree.all_images:
+        files[_clean(os.path.basename(path))].append(path)
+    uploads: dict[str, set[str]] = defaultdict(set)
+    original = {}
+    for image in images:
+        last = image.name.rpartition("/")[2]
+        original[image.name] = _clean(_UPLOADED.sub("", last))
+        uploads[original[image.name]].add(last)
+    for image in images:
+        name = original[image.name]
+        if len(files[name]) == 1 and len(uploads[name]) == 1:
+            image.file, image.reason = files[name][0], None
+        elif files[name]:
+            reason = f"several uploads or files have the name '{name}', such as '{files[name][0]}'"
+            image.leave_out("of an ambiguous name", reason)
 
 
 def _clean(name: str) -> str:
@@ -113,7 +133,9 @@ def _read_task(image: Task, task: Any) -> Sequence[Any]:
         return list(task.get("label") or task.get("bbox") or [])
     done = [one for one in attempts if not one.get("was_cancelled")]
     image.num_annotations = len(done)
-    return list(done[-1]["result"] if done else [])
+    truth = [one for one in done if one.get("ground_truth")]
+    chosen = (truth or done)[-1:]
+    return [region for one in chosen for region in one["result"]]
 
 
 def _add_result(image: LabelledImage, place: str, result: Mapping[str, Any]) -> None:

@@ -3,9 +3,11 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import join_first
 from qbheat_det.data.checks import short
 from qbheat_det.data.datasets.file_tree import FileTree
 from qbheat_det.data.datasets.label_kinds import Ends, LabelKind, json_object, starts_with
@@ -17,7 +19,16 @@ from qbheat_det.data.datasets.labelled_image import (
 )
 from qbheat_det.data.datasets.text_files import read_json, read_table
 
-from .base import ONLY_CLASS, Format, Labels, LabelSet, choose_name, find_by_kind, read_with
+from .base import (
+    NAME_KEYS,
+    ONLY_CLASS,
+    Format,
+    Labels,
+    LabelSet,
+    choose_option,
+    find_by_kind,
+    read_with,
+)
 
 
 def read_via(tree: FileTree, labels: LabelSet, part: str) -> Labels:
@@ -39,7 +50,9 @@ def read_via(tree: FileTree, labels: LabelSet, part: str) -> Labels:
 
 def read_file(file: str) -> Iterator[LabelledImage]:
     """Reads a project, or an export of annotations as JSON or CSV."""
-    entries = _read_table(file) if file.lower().endswith(".csv") else _read_project(file)
+    read = _read_table if file.lower().endswith(".csv") else _read_project
+    entries = list(read(file))
+    key = _find_class_attribute(file, [one for *_, regions in entries for one in regions or ()])
     for place, name, regions in entries:
         image = LabelledImage(place, name)
         if regions is None:
@@ -48,9 +61,39 @@ def read_file(file: str) -> Iterator[LabelledImage]:
             with image.reading(place := f"{image.place}, region {number}"):
                 shape = region["shape_attributes"]
                 # "\0" marks a missing class until all regions are read.
-                label = choose_name(region.get("region_attributes") or {}) or "\0"
+                label = choose_option(_list_values(region).get(key)) or "\0"
                 image.add(place, label, _find_points(shape), is_box=shape.get("name") == "rect")
         yield image
+
+
+def _list_values(region: Any) -> dict[str, object]:
+    """Returns the attributes of a region that have a value. Names are in lower case."""
+    attributes = region.get("region_attributes") if isinstance(region, dict) else None
+    if not isinstance(attributes, dict):
+        return {}
+    values = {key.strip().lower(): value for key, value in attributes.items()}
+    return {key: value for key, value in values.items() if choose_option(value) is not None}
+
+
+def _find_class_attribute(file: str, regions: Sequence[Any]) -> str:
+    """Returns the attribute that has the classes: one of ``NAME_KEYS``, or the only one.
+
+    Checkboxes count only if there is nothing else. Raises a ``UserError`` if there are several
+    attributes, and none has a name such as "class".
+    """
+    is_checkbox: dict[str, bool] = {}
+    for region in regions:
+        for key, value in _list_values(region).items():
+            is_checkbox[key] = isinstance(value, dict)
+    if known := [key for key in NAME_KEYS if key in is_checkbox]:
+        return known[0]
+    keys = [key for key in is_checkbox if not is_checkbox[key]] or list(is_checkbox)
+    if len(keys) > 1:
+        raise UserError(
+            f"'{file}': one of the attributes {join_first(keys)} must have the name 'class', "
+            "to tell which has the classes"
+        )
+    return next(iter(keys), "")
 
 
 def _read_project(file: str) -> Iterator[tuple[str, Any, list[Any] | None]]:
