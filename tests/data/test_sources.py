@@ -319,7 +319,7 @@ def test_two_uploads_of_one_name_are_not_taken_for_one_image(tmp_path):
     forget_annotations()
     annotations = read(write(tmp_path / "a.json", json.dumps(tasks)))
     assert [image["file_name"] for image in annotations.images] == ["b.jpg"]
-    assert [one.reason for one in annotations.account.faults] == ["of an ambiguous name"] * 2
+    assert [one.kind for one in annotations.account.faults] == ["of an ambiguous name"] * 2
 
 
 def test_absolute_names_need_no_image_folder(tmp_path):

@@ -211,7 +211,7 @@ def test_every_error_is_found_at_once(inspect, data, tmp_path):
     expected = {
         "missing image that label files name": repr(images[0].name),
         "image with damaged pixels": images[1].name,
-        "box outside its image": "annotation id 1001",
+        "box outside of the image": "annotation id 1001",
         "box that cannot be read": "annotation id 1002",
         "image in training and evaluation": "000002.jpg",
     }
