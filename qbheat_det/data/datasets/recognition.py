@@ -125,7 +125,7 @@ def recognize(tree: FileTree, wanted: str = "") -> Recognized:
             raise UserError(_refuse_file(tree, tree.label_file))
         return _recognize_classes(tree)
     chosen, *others = sorted(found, key=lambda one: one.rank, reverse=True) if found[1:] else found
-    notes = _compare(tree, chosen, others)
+    notes = _compare(tree, chosen, others) if others else []
     row, base = chosen.row, chosen.labels.base
     if base and not tree.is_of_one_file:
         folder = os.path.join(tree.root, *base)
