@@ -15,7 +15,7 @@ from typing import Any
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
-from qbheat_det.data.checks import DataError
+from qbheat_det.data.checks import DataError, short
 from qbheat_det.data.images import read_sizes
 
 from .account import Account, LeftOut
@@ -279,7 +279,7 @@ def _leave_out_other_folders(file: str, group: list[LabelledImage]) -> list[Labe
             kept.append(image)
         else:
             image.file = ""
-            image.miss(f"there is no image '{image.name}', only '{file}'")
+            image.miss(f"there is no image {short(image.name)}, only '{file}'")
     return kept
 
 

@@ -122,7 +122,8 @@ def split_source(
     for index, name in enumerate(names):
         parts[sides[index]].append(name)
     if not parts["train"] or not parts["val"]:
-        known = f", of which the weights know {len(names) - len(new)}," if sides else ""
+        num_known = len(names) - len(new)
+        known = f", of which the weights know {num_known:,}," if num_known else ""
         raise UserError(
             f"a share of {fraction:g} of {len(names)} images{known} cannot be held out: pass a "
             "validation set with --val, or disable evaluation with DATASETS.VAL_FRACTION 0"

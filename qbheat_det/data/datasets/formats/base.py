@@ -253,7 +253,7 @@ def locate_image(tree: FileTree, image: LabelledImage, label_file: str, part: st
         reason = f"{len(found)} images have the name '{last}', such as '{found[0]}'"
         image.leave_out("of an ambiguous name", reason)
     else:
-        image.miss(f"there is no image '{image.name}' below '{tree.root}'")
+        image.miss(f"there is no image {short(image.name)} below '{tree.root}'")
 
 
 def find_foreign_labels(tree: FileTree, kind: str) -> dict[str, str]:
