@@ -215,6 +215,25 @@ def cvat_yolo(root):
     write(root / "obj.data", text)
 
 
+def cvat_voc_of_two_subsets(root):
+    write_voc(root / "JPEGImages", root / "Annotations", [*"abc", "uvw"])
+    write(root / "ImageSets/Main/Train.txt", "a\nb\nc")
+    write(root / "ImageSets/Main/Validation.txt", "uvw")
+    write(root / "ImageSets/Main/cat_Train.txt", "a 1\nb -1")
+
+
+def one_coco_file_of_two_folders(root):
+    for part in ("train", "val"):
+        write_images(root / "images" / part, "abc")
+    names = [f"{part}/{stem}" for part in ("train", "val") for stem in "abc"]
+    write(root / "annotations.json", json.dumps(coco_content(names)))
+
+
+def class_names_above(root):
+    write_yolo(root / "photos", root / "photos", second=1)
+    write(root / "classes.txt", "cat\ndog")
+
+
 def cvat_images(root):
     write_images(root / "images")
     boxes = "".join(
@@ -398,6 +417,9 @@ READ = {
     labelimg_yolo: ([6], ["cat", "dog"]),
     roboflow_darknet: ([6, 6], ["cat"]),
     cvat_yolo: ([6], ["cat", "dog"]),
+    cvat_voc_of_two_subsets: ([3, 1], ["cat"]),
+    one_coco_file_of_two_folders: ([3, 3], ["cat", "dog"]),
+    class_names_above: ([6], ["cat", "dog"]),
     cvat_images: ([6], ["cat"]),
     cvat_voc: ([6], ["cat"]),
     yolo_from_another_machine: ([6, 6], ["cat", "dog"]),
@@ -485,6 +507,13 @@ def data_set_in_another(root):
     write(root / "classes.txt", "cat")
 
 
+def two_data_yamls(root):
+    write_yolo(root / "images", root / "labels")
+    write(root / "few.txt", "images/a.jpg\n")
+    write(root / "data.yaml", "train: images\nnames: [cat]\n")
+    write(root / "data-few.yaml", "train: few.txt\nnames: [cat]\n")
+
+
 def via_with_two_attributes(root):
     via(root, {"quality": "good", "animal": "cat"})
 
@@ -497,6 +526,7 @@ REFUSED = {
     two_data_sets: r"--data \S*pets or --data \S*wild",
     foreign_json_beside_folders: "Datumaro",
     data_set_in_another: r"Choose one: --data \S*more. To use the one directly in '\S*set', move",
+    two_data_yamls: r"data-few.yaml' and '\S*data.yaml' have different parts",
     via_with_two_attributes: "quality, animal must have the name 'class'",
     table_of_unknown_columns: "Bild, von, bis, oben, unten.*xmin",
 }
@@ -633,13 +663,25 @@ def test_coco_files_without_sizes_are_completed(tmp_path):
     assert {(record["width"], record["height"]) for record in records} == {(160, 120)}
 
 
-def test_files_of_both_parts_are_counted_once(tmp_path):
+def test_images_of_both_parts_are_not_trained_on(tmp_path):
     write_yolo(tmp_path / "images", tmp_path / "labels")
-    write(tmp_path / "data.yaml", "train: images\nval: images\nnames: [cat]\n")
+    write_yolo(tmp_path / "images/val", tmp_path / "labels/val", "xyz")
+    head = "train: images\nnames: [cat]\n"
+    write(tmp_path / "data.yaml", f"{head}val: images/val\n")
     source = open_source(str(tmp_path))
     account = read_annotations(source.train).account
     assert account is read_annotations(source.val).account
-    assert account.used == {"image": 6, "box": 12, "label file": 7}
+    assert account.used == {"image": 9, "box": 18, "label file": 10}
+    sizes = [len(read_annotations(part).images) for part in (source.train, source.val)]
+    assert sizes == [6, 3]
+    assert not account.faults
+    forget_annotations()
+    write(tmp_path / "data.yaml", f"{head}val: images\n")  # as in files for quick checks
+    source = open_source(str(tmp_path))
+    assert source.val is None
+    account = read_annotations(source.train).account
+    assert account.used == {"image": 9, "box": 18, "label file": 10}
+    assert any("has all images of the part" in note for note in account.notes)
 
 
 def test_links_to_a_folder_that_is_there_are_named(tmp_path):

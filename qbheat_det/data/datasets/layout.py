@@ -124,6 +124,22 @@ def _goes_on(name: str) -> bool:
     return any(len(word) > 1 and not word.isdecimal() for word in rest)
 
 
+def find_lists_of_parts(tree: FileTree, folder: str) -> dict[str, str]:
+    """Maps parts to text files in a folder that are named like them, such as "train.txt".
+
+    A file "trainval.txt" has the part "all". Of two files of a part, the first is used.
+    """
+    lists: dict[str, str] = {}
+    for path in tree.others:
+        if os.path.dirname(path) == folder and path.lower().endswith(".txt"):
+            words = split_words(stem_of(path))
+            words = tuple(word for word in words if not _YEAR.fullmatch(word))
+            if len(words) == 1 and words[0] in _PART_OF_WORD:
+                part = "all" if words[0] == "trainval" else _PART_OF_WORD[words[0]]
+                lists.setdefault(part, path)
+    return lists
+
+
 def group_by_base(tree: FileTree, files: Iterable[str]) -> dict[Folders, list[str]]:
     """Maps the folders of data sets to their label files."""
     groups: dict[Folders, list[str]] = defaultdict(list)

@@ -134,9 +134,21 @@ def recognize(tree: FileTree, wanted: str = "") -> Recognized:
             nested = FileTree(folder, kinds=KINDS)
             for other in tree.other_roots:
                 nested.add(other)
+            nested.others += _list_files_above(tree, folder)  # may have the class names
             again = recognize(nested, row.name)
             return Recognized(again.tree, row, again.labels, notes=[*notes, *again.notes])
     return Recognized(tree, row, chosen.labels, notes=notes)
+
+
+def _list_files_above(tree: FileTree, folder: str) -> list[str]:
+    """Returns the files between the root and a folder that are no label files."""
+    label_files = {path for files in tree.label_files.values() for path in files}
+    return [
+        path
+        for path in tree.others
+        if path not in label_files and is_below(folder, above := os.path.dirname(path))
+        if above != folder
+    ]
 
 
 class _Candidate:

@@ -42,7 +42,7 @@ from .image_folder import (
 )
 from .image_suffixes import describe_format
 from .labelled_image import LabelledImage
-from .layout import holds_labels, part_of
+from .layout import holds_labels, part_of, sort_into_parts
 from .recognition import KINDS, Recognized, choose_parts, recognize
 
 logger = logging.getLogger(__name__)
@@ -284,6 +284,8 @@ def _read(path: str, image_root: str, format: str, classes: tuple[str, ...]) -> 
     tree, account = found.tree, Account(notes=list(found.notes))
     roles = choose_parts(found.labels.parts)
     labels = {role: found.format.read(tree, found.labels, part) for role, part in roles.items()}
+    if set(roles.values()) == {"all"} and not found.labels.manifests and os.path.isdir(path):
+        roles, labels = _split_by_folders(tree, labels["all"], account)
     if len(labels) == 2:
         _separate(tree, labels, roles, account)
     lists = [one.categories for one in labels.values() if one.categories is not None]
@@ -320,14 +322,43 @@ def _name_part(path: str, part: str, labels: Labels, num_parts: int) -> str:
     return path if num_parts == 1 else f"{path} ({part})"
 
 
+def _split_by_folders(
+    tree: FileTree, labels: Labels, account: Account
+) -> tuple[dict[str, str], dict[str, Labels]]:
+    """Splits label files without a part, if all their images are in folders of several parts.
+
+    Returns the roles and the labels of each role, as in ``_read``.
+    """
+    files = dict.fromkeys(image.file for image in labels.images if image.file)
+    parts = sort_into_parts(tree, files, (), by_folder=True)
+    roles = choose_parts(parts)
+    if len(roles) < 2 or "all" in parts:
+        return {"all": "all"}, {"all": labels}
+    part_of_file = {file: part for part, own in parts.items() for file in own}
+    train, val = (
+        dataclasses.replace(labels, images=[], left_out=[], notes=[], is_original=False)
+        for _ in roles
+    )
+    train.left_out, train.notes = labels.left_out, labels.notes
+    for image in labels.images:
+        part = part_of_file.get(image.file, roles["train"])
+        if part not in roles.values():
+            image.leave_out(f"of the part '{part}'", "this part is not used", is_fault=False)
+        (val if part == roles["val"] else train).images.append(image)
+    names = " and ".join(f"'{part}'" for part in roles.values())
+    account.notes.append(f"the folders of the images tell the parts {names}")
+    return roles, {"train": train, "val": val}
+
+
 def _separate(
     tree: FileTree, labels: dict[str, Labels], roles: Mapping[str, str], account: Account
 ) -> None:
     """Keeps a file from being in both parts by mistake, and drops an empty validation part.
 
-    - If a file in the folder of one part is found for a label of the other part, the label's own
-      image is missing.
-    - If the training part is what has no part, it does not include the validation images.
+    - If a file in the folder of one part is found for a name in the labels of the other part, the
+      image of that name is missing.
+    - Images of both parts are used for validation only. If these are all training images, the
+      validation part is dropped.
     - A validation part without any label is dropped, so that images are held out instead.
     """
     by_file: dict[str, dict[str, LabelledImage]] = {"train": {}, "val": {}}
@@ -336,27 +367,35 @@ def _separate(
             image.file: image for image in one.images if image.file and not image.reason
         }
     shared = by_file["train"].keys() & by_file["val"].keys()
-    num_removed = 0
+    both = []
     for file in shared:
         own_part = part_of(tree.relative(file), by_folder=True)
         wrong = [
             role
             for role, part in roles.items()
             if own_part in roles.values() and part != own_part
-            # A name may say that an image of the other part is meant.
-            if part_of(by_file[role][file].name, by_folder=True) != own_part
+            # A name may say that an image of the other part is meant. There is no name if a
+            # data.yaml names the folder.
+            if (name := by_file[role][file].name) and part_of(name, by_folder=True) != own_part
         ]
         if len(wrong) == 1:
             image = by_file[wrong[0]][file]
             image.file = ""
             image.miss(f"its image is not there, only '{file}' of another part")
-        elif roles["train"] == "all":
-            by_file["train"][file].leave_out(
-                "of the validation part", "it is used for validation", is_fault=False
-            )
-            num_removed += 1
-    if num_removed:
-        account.notes.append(f"{num_removed:,} images of the validation part are not trained on")
+        else:
+            both.append(file)
+    if both and len(both) == len(by_file["train"]):
+        account.notes.append(
+            f"the part '{roles['val']}' has all images of the part '{roles['train']}', and is not "
+            "used for validation"
+        )
+        del labels["val"]
+        return
+    for file in both:
+        image = by_file["train"][file]
+        image.leave_out("of the validation part", "it is used for validation", is_fault=False)
+    if both:
+        account.notes.append(f"{len(both):,} images of the validation part are not trained on")
     val = labels["val"]
     usable = [image for image in val.images if image.reason is None]
     if val.problem or not val.images or (usable and not any(image.boxes for image in usable)):
@@ -418,7 +457,7 @@ def _account_for_rest(
         whole = FileTree(path)
         reason = "it is outside the folder of the data set"
         for file in (*whole.all_images, *whole.others):
-            if not tree.has(file) and file not in mentioned:
+            if not tree.has(file) and file not in mentioned and file not in tree.others:
                 item = "image" if file in whole.image_set else "other file"
                 leave_out(file, "outside the data set", reason, item)
         account.left_out += [one for one in whole.skipped if not tree.has(one.where)]

@@ -19,6 +19,7 @@ from qbheat_det.data.datasets.label_kinds import Ends, LabelKind
 from qbheat_det.data.datasets.labelled_image import LabelledImage
 from qbheat_det.data.datasets.layout import (
     Folders,
+    find_lists_of_parts,
     group_per_image_files,
     sort_into_parts,
 )
@@ -28,33 +29,32 @@ from .base import Format, Labels, LabelSet, read_per_image
 
 
 def find_voc(tree: FileTree) -> list[LabelSet]:
-    """Finds XML files. ``ImageSets/Main`` lists the parts, or else folders tell them."""
+    """Finds XML files. Files such as ``ImageSets/Main/train.txt`` list the parts, or else folders
+    tell them.
+    """
     files = tree.label_files.get("voc", ())
     sets = []
     for base, own in group_per_image_files(tree, files).items():
-        lists = _find_lists(tree, base)
-        parts = lists if lists.keys() & {"train", "all"} else {}
+        parts = _find_lists(tree, base)
         folders = sort_into_parts(tree, own, base, by_folder=True)
         sets.append(LabelSet(base, parts or folders, [*parts.values()]))
     return sets
 
 
 def _find_lists(tree: FileTree, base: Folders) -> dict[str, str]:
-    """Maps parts to the files in ``ImageSets/Main`` that list their images."""
-    folder = os.path.join(tree.root, *base, "ImageSets", "Main")
-    lists = {
-        part: path
-        for part, stem in (
-            ("train", "train"),
-            ("all", "trainval"),
-            ("test", "test"),
-            ("val", "val"),
-        )
-        if os.path.isfile(path := os.path.join(folder, f"{stem}.txt"))
-    }
-    if "train" in lists:
-        lists.pop("all", None)
-    return lists
+    """Maps parts to the files that list their images, in ``ImageSets/Main`` or above it.
+
+    Directly in the folder of the data set, such files are used if they have two parts or more.
+    """
+    top = os.path.join(tree.root, *base)
+    for names in (("ImageSets", "Main"), ("ImageSets",), ()):
+        folder = os.path.join(top, *names)
+        lists = find_lists_of_parts(tree, folder)
+        if lists.keys() & {"train", "all"} and (names or len(lists) > 1):
+            if "train" in lists:
+                lists.pop("all", None)
+            return lists
+    return {}
 
 
 def read_voc(tree: FileTree, labels: LabelSet, part: str) -> Labels:

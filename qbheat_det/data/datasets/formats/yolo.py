@@ -30,6 +30,7 @@ from qbheat_det.data.datasets.labelled_image import LabelledImage
 from qbheat_det.data.datasets.layout import (
     find_ending,
     find_images_of_stem,
+    find_lists_of_parts,
     folders_of,
     group_per_image_files,
     pair,
@@ -112,7 +113,7 @@ def _read_manifests(files: Sequence[str]) -> list["Manifest"]:
     """Reads manifests, one per folder. Those that cannot be used are left out if others can.
 
     Raises:
-        UserError: no manifest can be used, or two in one folder have different classes.
+        UserError: no manifest can be used, or two in one folder have different classes or parts.
     """
     manifests: dict[str, Manifest] = {}
     errors = []
@@ -123,10 +124,15 @@ def _read_manifests(files: Sequence[str]) -> list["Manifest"]:
             errors.append(error)
             continue
         first = manifests.setdefault(os.path.dirname(file), manifest)
-        if first.names != manifest.names:
-            raise UserError(
-                f"'{first.file}' and '{file}' have different class names: pass one of them"
-            )
+        for what, differs in (
+            ("class names", first.names != manifest.names),
+            ("parts", first.parts != manifest.parts),
+        ):
+            if differs:
+                raise UserError(
+                    f"'{first.file}' and '{file}' have different {what}: pass one of them with "
+                    "--data"
+                )
     if errors and not manifests:
         raise errors[0]
     return list(manifests.values())
@@ -280,6 +286,8 @@ def read_yolo(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     else:
         names, notes, files = _find_names(tree, labels)
         has_keypoints = False
+        for path in _find_lists(tree, labels):
+            notes.append(f"'{path}' is not used: a data.yaml must name the lists of images")
     pairs = pair(tree, label_files)
     label_of = {image: file for file, image in pairs.image_of.items()}
     result = Labels([], files=files, notes=notes)
@@ -386,6 +394,14 @@ def _read_names_file(path: str) -> list[str]:
             f"'{path}', line {lines.index('') + 1}: the name of class {lines.index('')} is missing"
         )
     return lines
+
+
+def _find_lists(tree: FileTree, labels: LabelSet) -> list[str]:
+    """Returns files such as "train.txt" in the folder of a data set and above."""
+    base = os.path.join(tree.root, *labels.base)
+    folders = {os.path.dirname(path) for path in tree.others}
+    above = sorted(folder for folder in folders if is_below(base, folder))
+    return [path for folder in above for path in find_lists_of_parts(tree, folder).values()]
 
 
 def _find_names(tree: FileTree, labels: LabelSet) -> tuple[list[str], list[str], list[str]]:
