@@ -741,3 +741,14 @@ def test_class_folders_account_for_all_that_is_beside_them(tmp_path):
         *[("image", "of the part 'test'")] * 2,
         ("other file", "without labels"),
     ]
+
+
+def test_labels_of_a_missing_folder_do_not_get_the_images_of_another_part(tmp_path):
+    write_voc(tmp_path / "images/val", tmp_path / "xml/val")
+    write_voc(tmp_path / "images/train", tmp_path / "xml/train")
+    shutil.rmtree(tmp_path / "images/train")
+    source = open_source(str(tmp_path))
+    train, val = map(read_annotations, (source.train, source.val))
+    assert not train.images
+    assert len(val.images) == 6
+    assert [one.item for one in train.account.faults].count("missing image") == 6

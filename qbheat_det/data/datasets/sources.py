@@ -374,9 +374,8 @@ def _separate(
             role
             for role, part in roles.items()
             if own_part in roles.values() and part != own_part
-            # A name may say that an image of the other part is meant. There is no name if a
-            # data.yaml names the folder.
-            if (name := by_file[role][file].name) and part_of(name, by_folder=True) != own_part
+            # A name may say that an image of the other part is meant.
+            if _tell_part(tree, by_file[role][file]) != own_part
         ]
         if len(wrong) == 1:
             image = by_file[wrong[0]][file]
@@ -401,6 +400,12 @@ def _separate(
     if val.problem or not val.images or (usable and not any(image.boxes for image in usable)):
         account.notes.append(f"the part '{roles['val']}' has no labels, and is not used")
         del labels["val"]
+
+
+def _tell_part(tree: FileTree, image: LabelledImage) -> str | None:
+    """Returns the part that the name of an image in its labels tells, or else its label file."""
+    path = image.name or tree.relative(image.label_file or image.file)
+    return part_of(path, by_folder=True)
 
 
 def _account_for_rest(
