@@ -752,3 +752,16 @@ def test_labels_of_a_missing_folder_do_not_get_the_images_of_another_part(tmp_pa
     assert not train.images
     assert len(val.images) == 6
     assert [one.item for one in train.account.faults].count("missing image") == 6
+
+
+def test_the_folder_of_the_images_chooses_between_copies(tmp_path):
+    for folder in ("images", "small"):
+        write_images(tmp_path / folder)
+    write(tmp_path / "annotations/train.json", json.dumps(coco_content()))
+    account = read_annotations(open_source(str(tmp_path)).train).account
+    assert len(account.faults) == 6
+    assert "choose their folder with --images" in account.faults[0].reason
+    train = read_annotations(open_source(str(tmp_path), str(tmp_path / "small")).train)
+    assert train.image_root == str(tmp_path / "small")
+    assert {image["file_name"] for image in train.images} == {f"{stem}.jpg" for stem in STEMS}
+    assert not train.account.faults

@@ -99,6 +99,7 @@ class FileTree:
         unread_images: paths of images in formats that are not read.
         others: paths of all other files.
         skipped: links that are not followed.
+        preferred: folder whose images are preferred among those of one name; "" for none.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class FileTree:
         self.unread_images: list[str] = []
         self.others: list[str] = []
         self.skipped: list[LeftOut] = []
+        self.preferred = ""
         self.add(self.root)
 
     @property
@@ -147,6 +149,11 @@ class FileTree:
                 self.unread_images.append(file)
             else:
                 self.others.append(file)
+
+    def prefer(self, folder: str | Path) -> None:
+        """Walks a folder, and prefers its images among those of one name."""
+        self.add(folder)
+        self.preferred = os.path.abspath(folder)
 
     @property
     def other_roots(self) -> list[str]:

@@ -422,6 +422,8 @@ def _part_of_image(tree: FileTree, path: str) -> str | None:
 
 def _narrow(tree: FileTree, found: list[str], name: str, folder: str, part: str) -> list[str]:
     """Reduces images of one file name to those that fit best."""
+    if tree.preferred:
+        found = [path for path in found if is_below(path, tree.preferred)] or found
     for start in range(name.count("/") + 1):
         ending = "/" + "/".join(name.lstrip("/").split("/")[start:])
         same = [path for path in found if path.replace(os.sep, "/").endswith(ending)]

@@ -134,6 +134,7 @@ def recognize(tree: FileTree, wanted: str = "") -> Recognized:
             nested = FileTree(folder, kinds=KINDS)
             for other in tree.other_roots:
                 nested.add(other)
+            nested.preferred = tree.preferred
             nested.others += _list_files_above(tree, folder)  # may have the class names
             again = recognize(nested, row.name)
             return Recognized(again.tree, row, again.labels, notes=[*notes, *again.notes])

@@ -152,10 +152,10 @@ def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> Da
         raise UserError(f"'{path}' does not exist")
     absolute = os.path.abspath(path)
     if os.path.isdir(path):
-        found = _recognize(absolute, image_root)
-        if image_root and found.format is None:
-            raise UserError(f"'{path}' contains its images: leave out the images '{image_root}'")
         root = os.path.abspath(image_root) if image_root else ""
+        found = _recognize(absolute, root)
+        if root and found.format is None:
+            raise UserError(f"'{path}' contains its images: leave out the images '{image_root}'")
     else:
         root = _find_image_root(absolute, image_root, likely_root)
         found = _recognize(absolute, root)
@@ -223,9 +223,17 @@ def _find_image_root(file: str, given: str, likely: str) -> str:
 
 
 def _recognize(path: str, image_root: str) -> Recognized:
-    if os.path.isdir(path):
-        return recognize(FileTree(path, kinds=KINDS))
-    return recognize(FileTree(image_root or os.path.dirname(path), path, KINDS))
+    return recognize(_walk(path, image_root))
+
+
+def _walk(path: str, image_root: str) -> FileTree:
+    """Returns the files of a data set's folder or label file, and of the folder of its images."""
+    if not os.path.isdir(path):
+        return FileTree(image_root or os.path.dirname(path), path, KINDS)
+    tree = FileTree(path, kinds=KINDS)
+    if image_root:
+        tree.prefer(image_root)
+    return tree
 
 
 @dataclass(frozen=True)
@@ -270,12 +278,7 @@ def _paused_collection() -> Iterator[None]:
 @_paused_collection()
 def _read(path: str, image_root: str, format: str, classes: tuple[str, ...]) -> _DataSet:
     """Reads all parts of a data set, and accounts for all files below its folder."""
-    if os.path.isdir(path):
-        tree = FileTree(path, kinds=KINDS)
-        if image_root:
-            tree.add(image_root)
-    else:
-        tree = FileTree(image_root or os.path.dirname(path), path, KINDS)
+    tree = _walk(path, image_root)
     found = recognize(tree)
     if format and (found.format is None or found.format.name != format):
         found = recognize(tree, format)

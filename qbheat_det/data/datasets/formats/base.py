@@ -250,7 +250,10 @@ def locate_image(tree: FileTree, image: LabelledImage, label_file: str, part: st
         return
     last = os.path.basename(image.name.replace("\\", "/"))
     if found:
-        reason = f"{len(found)} images have the name '{last}', such as '{found[0]}'"
+        reason = (
+            f"{len(found)} images have the name '{last}', such as '{found[0]}': choose their "
+            "folder with --images"
+        )
         image.leave_out("of an ambiguous name", reason)
     else:
         image.miss(f"there is no image {short(image.name)} below '{tree.root}'")
