@@ -331,7 +331,7 @@ def _is_box(box: object) -> TypeGuard[list[float]]:
     """Returns whether a value is a list of four finite numbers."""
     if not isinstance(box, list) or len(box) != 4:
         return False
-    return are_numbers(box, _MAX_COORDINATE) and not any(isinstance(value, bool) for value in box)
+    return are_numbers(box, _MAX_COORDINATE) and bool not in map(type, box)
 
 
 def _has_polygon(segmentation: object) -> bool:
