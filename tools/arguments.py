@@ -151,6 +151,25 @@ def _add_process_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_fault_flags(group: argparse._ActionsContainer) -> None:
+    """Adds the flags that say how many faults in the data are allowed."""
+    faults = group.add_mutually_exclusive_group()
+    faults.add_argument(
+        "--max-left-out",
+        type=float,
+        metavar="SHARE",
+        help="DATASETS.MAX_LEFT_OUT: images and boxes with faults are left out and listed; more "
+        "than this share of them is an error (default: 0.1)",
+    )
+    faults.add_argument(
+        "--strict",
+        dest="max_left_out",
+        action="store_const",
+        const=0.0,
+        help="make each fault in the data an error (--max-left-out 0)",
+    )
+
+
 def add_data_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Adds and returns the group of flags that name data."""
     group = parser.add_argument_group("data")
@@ -169,21 +188,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         help="validation data, in the formats of --data (default: the validation part of --data, "
         "or else a held-out fifth of its images)",
     )
-    faults = group.add_mutually_exclusive_group()
-    faults.add_argument(
-        "--max-left-out",
-        type=float,
-        metavar="SHARE",
-        help="DATASETS.MAX_LEFT_OUT: images and boxes with faults are left out and listed; more "
-        "than this share of them is an error (default: 0.1)",
-    )
-    faults.add_argument(
-        "--strict",
-        dest="max_left_out",
-        action="store_const",
-        const=0.0,
-        help="make each fault in the data an error (--max-left-out 0)",
-    )
+    add_fault_flags(group)
     group.add_argument(
         "--val-images",
         metavar="DIR",

@@ -88,10 +88,16 @@ def find_suspects(args: argparse.Namespace) -> int:
         print(f"'{args.output}' has files of an earlier search; replaced are {', '.join(old)}")
     images = args.images[0] if args.images else ""
     labels, suspects, quality = inspect_labels(
-        args.data, args.output, images=images, encoder=args.weights, opts=args.opts
+        args.data,
+        args.output,
+        images=images,
+        encoder=args.weights,
+        opts=args.opts,
+        max_left_out=args.max_left_out,
     )
     words = ["qbheat", "inspect", "--apply", "corrections.json", "--data", args.data]
     words += ["--images", images] if images else []
+    words += [] if args.max_left_out is None else ["--max-left-out", str(args.max_left_out)]
     command = shlex.join([*words, "--output", str(args.output / "corrected")])
     listed = shortlist(suspects, args.most)
     page = write_suspects(labels, listed, args.output, command, num_found=len(suspects))
@@ -110,7 +116,8 @@ def correct(args: argparse.Namespace) -> int:
     from qbheat_det.labelling import apply_corrections
 
     images = args.images[0] if args.images else ""
-    print(apply_corrections(args.apply, args.data, args.output / "annotations.json", images))
+    output = args.output / "annotations.json"
+    print(apply_corrections(args.apply, args.data, output, images, max_left_out=args.max_left_out))
     return 0
 
 

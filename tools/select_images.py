@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from arguments import WEIGHTS, check_inputs, hide_foreign_warnings, make_parser
+from arguments import WEIGHTS, add_fault_flags, check_inputs, hide_foreign_warnings, make_parser
 
 _TO_SIMULATE = ("strategies", "seeds")
 _NOT_TO_SIMULATE = ("budget", "weights", "strategy", "device", "seed")
@@ -39,6 +39,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "their near-duplicates are not selected")  # fmt: skip
     add("--val", default="", metavar="SRC", help="validation images, which are not selected "
         "either; with --simulate: needed if --data has no validation part")  # fmt: skip
+    add_fault_flags(parser)
     add("--encoder", default="distill/285M", metavar="NAME",
         help="encoder that compares images (default: %(default)s)")  # fmt: skip
     add("--strategy", choices=["random", "k_center", "balanced"],
@@ -88,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
             seeds=args.seeds or (1, 2, 3),
             encoder=args.encoder,
             opts=args.opts,
+            max_left_out=args.max_left_out,
         )
         print(f"{len(points)} detectors: '{args.output / 'points.json'}' and 'curve.svg'")
         return 0
@@ -108,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
         strategy=args.strategy,
         device=args.device,
         seed=args.seed or 0,
+        max_left_out=args.max_left_out,
     )
     paths = write_selection(selection, args.output)
     pool = selection.pool

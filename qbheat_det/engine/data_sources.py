@@ -323,14 +323,17 @@ def _find_shared(
     val = prints.get("val", frozenset())
     if "train" in paths and not eval_only:
         MetadataCatalog.get(names["train"]).seen = seen.extend(own, val)
-    for count, what in (
+    counts = (
         (len(val & own), "training images"),
         (len(val & seen.train - own), f"training images of '{cfg.MODEL.WEIGHTS}'"),
-    ):
-        if count:
-            text = f"{count:,} of {len(val):,} validation images are {what}"
-            MetadataCatalog.get(names["val"]).shared = text
-            logger.warning(f"{text}: the results do not measure generalization")
+    )
+    texts = [
+        f"{count:,} of {len(val):,} validation images are {what}" for count, what in counts if count
+    ]
+    if texts:
+        text = " and ".join(texts)
+        MetadataCatalog.get(names["val"]).shared = text
+        logger.warning(f"{text}: the results do not measure generalization")
 
 
 def open_flags(flags: RunFlags, job: str) -> dict[str, Source]:

@@ -41,6 +41,7 @@ def inspect_labels(
     encoder: str = "",
     seed: int = 0,
     opts: Sequence[str] = (),
+    max_left_out: float | None = None,
 ) -> tuple[Labels, list[LabelSuspect], list[float]]:
     """Finds probable errors in the labels of a data set.
 
@@ -55,6 +56,7 @@ def inspect_labels(
             ImageNet weights.
         seed: seed of the division into halves and of the training.
         opts: overrides of the training config, as a flat list of keys and values.
+        max_left_out: share of images or boxes that may have faults; by default 0.1.
 
     Returns:
         The labels, the suspects in descending order of probability, and the AP50 of each detector
@@ -64,7 +66,8 @@ def inspect_labels(
         UserError: the data have no boxes or fewer than 10 images, the weights are invalid, or
             ``detectors`` has files of others.
     """
-    labels, folder = open_labels(data, images), Path(output) / "detectors"
+    labels = open_labels(data, images, max_left_out)
+    folder = Path(output) / "detectors"
     replace_folders(folder)
     if encoder:
         _warn_of_seen_images(labels, encoder)

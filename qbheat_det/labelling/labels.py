@@ -97,8 +97,10 @@ def stack_boxes(entries: Sequence[dict[str, Any]]) -> ImageBoxes:
     )
 
 
-def open_labels(data: str, images: str = "") -> Labels:
+def open_labels(data: str, images: str = "", max_left_out: float | None = None) -> Labels:
     """Opens the training part of a data set with boxes, in any format of ``--data``.
+
+    ``max_left_out`` is the share of images or boxes that may have faults, see ``Account.check``.
 
     Raises:
         UserError: the data set is invalid, or has no boxes or fewer than 10 images.
@@ -109,14 +111,21 @@ def open_labels(data: str, images: str = "") -> Labels:
     forget_annotations()
     file = read_annotations(opened.train)
     file.check()
-    file.account.check()
+    file.account.check(max_left_out)
     if len(file.images) < _MIN_IMAGES:
         raise UserError(f"'{data}' has {len(file.images)} images, expected {_MIN_IMAGES} or more")
     text = json.dumps(file.keep(), sort_keys=True)
     return Labels(file, hashlib.sha256(text.encode()).hexdigest())
 
 
-def apply_corrections(corrections: str | Path, data: str, output: Path, images: str = "") -> str:
+def apply_corrections(
+    corrections: str | Path,
+    data: str,
+    output: Path,
+    images: str = "",
+    *,
+    max_left_out: float | None = None,
+) -> str:
     """Applies corrections to labels, and writes a COCO file. Returns a summary of the changes.
 
     Missing boxes are added, misplaced boxes are moved, and wrong classes are changed. A repeated
@@ -129,12 +138,13 @@ def apply_corrections(corrections: str | Path, data: str, output: Path, images: 
         data: the inspected data set, which does not change.
         output: the COCO file to write.
         images: folder of the images, if they are not in the folder of a COCO json.
+        max_left_out: share of images or boxes that may have faults; by default 0.1.
 
     Raises:
         UserError: the corrections are invalid, belong to other labels, or contain two different
             corrections of one annotation; or ``output`` exists.
     """
-    labels = open_labels(data, images)
+    labels = open_labels(data, images, max_left_out)
     if output.exists():  # it may be part of the data set
         raise UserError(f"'{output}' exists: choose another --output folder")
     content = copy.deepcopy(labels.file.keep())
@@ -146,15 +156,9 @@ def apply_corrections(corrections: str | Path, data: str, output: Path, images: 
     for number, one in enumerate(_read_corrections(corrections, labels.digest)):
         place = f"'{corrections}': suspects[{number}], image {one.image_id}"
         image, entry = images_by_id.get(one.image_id), entries.get(one.annotation_id)
-        if image is None or one.category_id not in labels.file.category_ids:
-            raise UserError(f"{place}: there is no such image, or no class {one.category_id}")
-        if (one.kind == "missing") != (one.annotation_id is None) or min(one.bbox[2:]) <= 0:
-            raise UserError(f"{place}: the kind '{one.kind}' does not fit the annotation or box")
-        if one.kind != "missing" and (entry is None or entry["image_id"] != one.image_id):
-            raise UserError(f"{place}: the image has no annotation {one.annotation_id}")
-        if one.kind != "class" and not is_inside(one.bbox, image):
-            size = f"{image['width']} x {image['height']}"
-            raise UserError(f"{place}: bbox {one.bbox} is not inside the image of {size} pixels")
+        if one.category_id not in labels.file.category_ids:
+            raise UserError(f"{place}: there is no class {one.category_id}")
+        _check_correction(place, one, image, entry)
         change = one.kind, one.image_id, one.annotation_id, one.category_id, one.bbox
         if change in done:
             continue
@@ -183,6 +187,21 @@ def apply_corrections(corrections: str | Path, data: str, output: Path, images: 
     added = f"{counts['missing']:,} {'box' if counts['missing'] == 1 else 'boxes'} added"
     others = f"{counts['location']:,} moved, {counts['class']:,} given another class"
     return f"{added}, {others}. Train on the corrected labels:\n{command}"
+
+
+def _check_correction(
+    place: str, one: LabelSuspect, image: dict[str, Any] | None, entry: dict[str, Any] | None
+) -> None:
+    """Raises a ``UserError`` if a correction does not fit its image and its annotation."""
+    if image is None:
+        raise UserError(f"{place}: there is no such image")
+    if (one.kind == "missing") != (one.annotation_id is None) or min(one.bbox[2:]) <= 0:
+        raise UserError(f"{place}: the kind '{one.kind}' does not fit the annotation or box")
+    if one.kind != "missing" and (entry is None or entry["image_id"] != one.image_id):
+        raise UserError(f"{place}: the image has no annotation {one.annotation_id}")
+    if one.kind != "class" and not is_inside(one.bbox, image):
+        size = f"{image['width']} x {image['height']}"
+        raise UserError(f"{place}: bbox {one.bbox} is not inside the image of {size} pixels")
 
 
 def _read_corrections(path: str | Path, digest: str) -> list[LabelSuspect]:

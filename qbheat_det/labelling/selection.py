@@ -150,6 +150,7 @@ def select(
     strategy: Strategy | None = None,
     device: str | None = None,
     seed: int = 0,
+    max_left_out: float | None = None,
 ) -> Selection:
     """Selects images to label next.
 
@@ -166,6 +167,8 @@ def select(
         strategy: by default "balanced" if ``weights`` are given, else "random".
         device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
         seed: seed of "random".
+        max_left_out: share of images or boxes of ``data`` and ``val`` that may have faults; by
+            default 0.1.
 
     Raises:
         UserError: the budget is below 1 or larger than the pool, the seed is negative, ``weights``
@@ -181,7 +184,8 @@ def select(
     check_whole("seed", seed)
     detector = open_detector(weights, device) if weights else None
     names = [*map(str, [images] if isinstance(images, str | Path) else images)]
-    found = [list_labelled(str(source), names) for source in (data, val) if source]
+    given = [str(source) for source in (data, val) if source]
+    found = [list_labelled(source, names, max_left_out) for source in given]
     labelled = list(dict.fromkeys(itertools.chain(*(files for files, _ in found))))
     pool = _open_pool(names, labelled, encoder, budget, device)
     pool = replace(pool, account=join_accounts(account for _, account in found))
@@ -236,7 +240,9 @@ def _open_pool(
     return Pool(files, unlabelled, vectors, count, free, repeated, unreadable)
 
 
-def list_labelled(data: str, folders: Sequence[str] = ()) -> tuple[list[str], Account]:
+def list_labelled(
+    data: str, folders: Sequence[str] = (), max_left_out: float | None = None
+) -> tuple[list[str], Account]:
     """Returns the image paths of a labelled data set with its validation part, and its account.
 
     The images of a label file are searched next to it, and then in each of the ``folders``.
@@ -259,7 +265,7 @@ def list_labelled(data: str, folders: Sequence[str] = ()) -> tuple[list[str], Ac
     if not found:
         raise errors[0]
     _, source, account = min(found, key=lambda one: one[0])
-    account.check()
+    account.check(max_left_out)
     return _list_images(source), account
 
 

@@ -53,6 +53,7 @@ def simulate(
     seeds: Sequence[int] = (1, 2, 3),
     encoder: str = "distill/285M",
     opts: Sequence[str] = (),
+    max_left_out: float | None = None,
 ) -> list[Point]:
     """Trains a detector for each strategy, seed and number of images.
 
@@ -70,6 +71,7 @@ def simulate(
         seeds: seeds of selection and training.
         encoder: weights of the frozen encoder.
         opts: overrides of the training config, as a flat list of keys and values.
+        max_left_out: share of images or boxes that may have faults; by default 0.1.
 
     Raises:
         UserError: the data have no boxes or no validation part, an image cannot be read, an
@@ -79,6 +81,8 @@ def simulate(
     for seed in seeds:
         check_whole("seeds", seed)
     file, evaluated = _open_boxes(data, val, images, budgets, strategies)
+    for one in (file, evaluated):
+        one.account.check(max_left_out)
     paths = [os.path.join(file.image_root, image["file_name"]) for image in file.images]
     folder = Path(output)
     digest = _hash([file.keep(), evaluated.keep(), find_weights(encoder), *opts])
@@ -159,14 +163,12 @@ def _open_boxes(
         raise UserError(f"there is no strategy '{unknown.pop()}'")
     file = read_annotations(opened.train)
     file.check()
-    file.account.check()
     if not budgets or budgets[0] < 1 or budgets[-1] > len(file.images):
         most = f"{len(file.images):,}, the number of images in '{data}'"
         raise UserError(f"budgets are {budgets}, but must be from 1 to {most}")
     source = open_source(val, likely_root=images) if val else opened
     evaluated = read_annotations(source.val or source.train)
     evaluated.check()
-    evaluated.account.check()
     return file, evaluated
 
 

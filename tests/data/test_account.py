@@ -12,9 +12,10 @@ from xml.sax.saxutils import escape, quoteattr
 import pytest
 from PIL import Image
 
+from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import forget_annotations, open_source, read_annotations
-from qbheat_det.data.datasets.account import Account, LeftOut, join_accounts
+from qbheat_det.data.datasets.account import MAX_LEFT_OUT, Account, LeftOut, join_accounts
 from qbheat_det.data.datasets.formats import FORMATS
 
 WIDTH, HEIGHT = 32, 24
@@ -312,6 +313,9 @@ def test_the_summary_counts_and_the_share_of_faults_decides():
     assert len(listing.read_text().splitlines()) == 404
     listing.unlink()
     account.check(0.2)
+    assert get_cfg().DATASETS.MAX_LEFT_OUT == MAX_LEFT_OUT
+    with pytest.raises(UserError, match=f"more than {MAX_LEFT_OUT:.0%}"):
+        account.check()
     total = join_accounts([account, account])
     assert total.used == account.used
     numbers = json.loads(json.dumps(account.to_json()))

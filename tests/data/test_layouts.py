@@ -345,6 +345,12 @@ def table_without_a_header(root):
     table(root, [], ",", prefix="images/")
 
 
+def table_of_sku110k(root):
+    write_images(root / "images")
+    lines = [",".join(map(str, (*row, "cat", 160, 120))) for row in rows()]
+    write(root / "annotations_train.csv", "\n".join(lines))
+
+
 def labelme(root):
     write_images(root)
     for stem in STEMS:
@@ -436,6 +442,7 @@ READ = {
     table_with_semicolons: ([6], ["cat"]),
     table_in_utf16_with_tabs: ([6], ["cat"]),
     table_without_a_header: ([6], ["cat"]),
+    table_of_sku110k: ([6], ["cat"]),
     labelme: ([6], ["cat"]),
     labelme_in_another_folder: ([6], ["cat"]),
     createml: ([6], ["cat"]),

@@ -111,6 +111,12 @@ def test_validation_images_that_were_trained_on_are_counted(tmp_path, caplog):
     (text,) = find_shared_images(again)
     assert f"{shared} of 6 validation images are training images of '{run}" in text
     assert text.split("'")[0] in (again / "report.html").read_text()
+    shutil.copy(tmp_path / "new/images/k.jpg", tmp_path / "val/images/x.jpg")
+    words[0] = str(both := tmp_path / "both")
+    run_tool([*flags, *words, "--weights", str(run), *words_of(QUICK)])
+    (text,) = find_shared_images(both)
+    assert "1 of 6 validation images are training images and " in text
+    assert f"{shared} of 6 validation images are training images of '" in text
     with caplog.at_level(logging.WARNING):
         configure(tmp_path / "val", tmp_path / "eval", "--eval-only", "--weights", str(run))
     assert f"{shared} of 6 validation images" in caplog.text

@@ -14,6 +14,7 @@ from PIL import Image
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.labelling import embedding, select, write_selection
+from qbheat_det.labelling.selection import list_labelled
 from tests.tool_modules import load_tool
 
 DETECTOR = "retinanet/285M_bccd"
@@ -169,3 +170,15 @@ def test_bad_input_is_named(photos, tmp_path, arguments, named, capsys, monkeypa
         load_tool("select_images").main([*base, *arguments])
     assert named in capsys.readouterr().err
     assert not (tmp_path / "next").exists()
+
+
+def test_the_share_of_faults_in_labelled_data_can_be_raised(tmp_path):
+    for stem in "abcd":
+        Image.new("RGB", (40, 20)).save(tmp_path / f"{stem}.jpg")
+        (tmp_path / f"{stem}.txt").write_text("0 .5 .5 .5 .5\n")
+    (tmp_path / "d.txt").write_text("0 .5 .5 .5\n")
+    with pytest.raises(UserError, match=r"1 box of 4 would be left out.*--max-left-out"):
+        list_labelled(str(tmp_path))
+    files, account = list_labelled(str(tmp_path), max_left_out=0.3)
+    assert len(files) == 4
+    assert len(account.faults) == 1

@@ -118,13 +118,15 @@ class Account:
         texts = [f"{_number(count, item)} {kind}" for (item, kind), count in rows]
         return f"{line}; left out: {', '.join(texts)}" if texts else line
 
-    def check(self, max_share: float = MAX_LEFT_OUT, *, images_only: bool = False) -> None:
+    def check(self, max_share: float | None = None, *, images_only: bool = False) -> None:
         """Raises a ``UserError`` if more than a share of the images or of the boxes have faults.
 
-        The share is that of the faults in the used items and the faults. The message names the
-        first faults, and a temporary file that lists all of them. With a share of 0, each fault is
-        an error. With ``images_only``, faults of boxes and label files do not matter.
+        The share, by default ``MAX_LEFT_OUT``, is that of the faults in the used items and the
+        faults. The message names the first faults, and a temporary file that lists all of them.
+        With a share of 0, each fault is an error. With ``images_only``, faults of boxes and label
+        files do not matter.
         """
+        max_share = MAX_LEFT_OUT if max_share is None else max_share
         checked: tuple[tuple[Item, ...], ...] = (
             ("image", "missing image"),
             ("label file",),

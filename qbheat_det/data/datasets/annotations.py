@@ -294,9 +294,9 @@ def _leave_out_unread(tree: FileTree, images: Sequence[LabelledImage]) -> None:
 
 def _read_sizes(images: Sequence[LabelledImage]) -> None:
     """Reads the sizes that labels lack, and leaves out images that cannot be read."""
-    open_ends = [image for image in images if image.reason is None and not image.size]
-    sizes = read_sizes([image.file for image in open_ends]) if open_ends else ()
-    for image, size in zip(open_ends, sizes, strict=True):
+    without_size = [image for image in images if image.reason is None and not image.size]
+    sizes = read_sizes([image.file for image in without_size]) if without_size else ()
+    for image, size in zip(without_size, sizes, strict=True):
         if isinstance(size, DataError):
             image.reason = LeftOut("that cannot be read", size.where, size.reason)
         else:

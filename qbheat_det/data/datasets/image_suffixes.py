@@ -9,20 +9,8 @@ IMAGE_SUFFIXES = frozenset(
 """Suffixes of images that are read, in lower case."""
 UNREAD_SUFFIXES = frozenset(
     {
-        *(
-            ".arw",
-            ".avif",
-            ".cr2",
-            ".cr3",
-            ".dcm",
-            ".dng",
-            ".exr",
-            ".gif",
-            ".heic",
-            ".heif",
-            ".jp2",
-        ),
-        *(".jxl", ".nef", ".orf", ".pgm", ".ppm", ".psd", ".raf", ".rw2", ".svg", ".tga"),
+        *(".arw", ".avif", ".cr2", ".cr3", ".dcm", ".dng", ".exr", ".gif", ".heic", ".heif"),
+        *(".jp2", ".jxl", ".nef", ".orf", ".pgm", ".ppm", ".psd", ".raf", ".rw2", ".svg", ".tga"),
     }
 )
 """Suffixes of images in formats that are not read, in lower case."""

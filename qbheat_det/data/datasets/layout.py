@@ -203,11 +203,11 @@ def pair(tree: FileTree, label_files: Sequence[str], named: Mapping[str, str] = 
         for path in images:
             best[os.path.dirname(path)] = max(best[os.path.dirname(path)], closeness)
     owners: dict[str, str] = {}
-    open_ends: list[str] = []
+    unpaired: list[str] = []
     for label_file, (closeness, images) in found.items():
         folders = {os.path.dirname(path) for path in images}
         if not images:
-            open_ends.append(label_file)
+            unpaired.append(label_file)
         elif all(best[folder] > closeness for folder in folders):
             pairs.spares[label_file] = f"other labels fit better to the images in '{folders.pop()}'"
         elif len(folders) > 1:
@@ -216,7 +216,7 @@ def pair(tree: FileTree, label_files: Sequence[str], named: Mapping[str, str] = 
             pairs.orphans[label_file] = reason
         else:
             _assign(pairs, owners, label_file, images, named.get(label_file, ""))
-    _pair_folders(tree, open_ends, pairs, owners, named)
+    _pair_folders(tree, unpaired, pairs, owners, named)
     return pairs
 
 

@@ -180,11 +180,19 @@ def _find_label(names: Sequence[str], row: Sequence[str], others: Sequence[int])
 
 
 def _find_columns_without_header(first: Sequence[str]) -> Columns | None:
-    """Returns the columns of "path,x1,y1,x2,y2,class" and "path,width,height,class,x1,y1,x2,y2"."""
+    """Returns the columns of a table without a header, which are in one of these orders.
+
+    "path,x1,y1,x2,y2,class", the same with the width and height of the image at the end (SKU-110K),
+    and "path,width,height,class,x1,y1,x2,y2".
+    """
     suffix = os.path.splitext(first[0])[1].lower() if first else ""
     if suffix not in IMAGE_SUFFIXES | UNREAD_SUFFIXES:
         return None
-    for length, label, box in ((6, 5, (1, 2, 3, 4)), (8, 3, (4, 5, 6, 7))):
+    for length, label, box in (
+        (6, 5, (1, 2, 3, 4)),
+        (8, 5, (1, 2, 3, 4)),
+        (8, 3, (4, 5, 6, 7)),
+    ):
         texts = [first[place] for place in box] if len(first) == length else [""]
         if len(first) == length and (all(map(_is_number, texts)) or not any(texts)):
             return Columns(0, label, box, _read_corners, has_header=False)

@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -263,35 +263,57 @@ def _find_elsewhere(file: str, root: str, entry: str) -> str | None:
     return found if found and _has_images(found) else None
 
 
+class _Lists(NamedTuple):
+    """What a YOLO data set lists: its label files and classes.
+
+    Attributes:
+        label_files: files with the labels of one image each.
+        names: class names.
+        files: files that list classes or images.
+        notes: what was assumed or replaced.
+        has_keypoints: whether lines have the points of a pose after the box.
+    """
+
+    label_files: list[str]
+    names: list[str]
+    files: list[str]
+    notes: list[str]
+    has_keypoints: bool = False
+
+
+def _open_manifest(tree: FileTree, file: str) -> _Lists:
+    manifest = read_manifest(file)
+    places = [path for own in manifest.parts.values() for path in own]
+    lists = [path for path in places if os.path.isfile(path)]
+    every = tree.label_files.get("yolo", ())
+    label_files = [path for path in every if not _has_names(path) and path not in lists]
+    files, notes = [file, *lists], list(manifest.notes)
+    near = [path for path in tree.others if _has_names(path)]
+    if file.endswith(".data"):
+        files += [path for path in near if _read_names_file(path) == manifest.names]
+    if other := next((path for path in near if _read_names_file(path) != manifest.names), None):
+        notes.append(f"the class names are those of '{file}', and not of '{other}'")
+    return _Lists(label_files, manifest.names, files, notes, manifest.has_keypoints)
+
+
+def _open_folder(tree: FileTree, labels: LabelSet) -> _Lists:
+    names, notes, files = _find_names(tree, labels)
+    for path in _find_lists(tree, labels):
+        notes.append(f"'{path}' is not used: a data.yaml must name the lists of images")
+    label_files = [path for own in labels.parts.values() for path in own]
+    return _Lists(label_files, names, files, notes)
+
+
 def read_yolo(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     """Reads the label files of a part's images, see ``Format.read``."""
     if labels.manifests:
-        every = tree.label_files.get("yolo", ())
-        label_files = [path for path in every if not _has_names(path)]
+        lists = _open_manifest(tree, labels.manifests[0])
     else:
-        label_files = [path for own in labels.parts.values() for path in own]
-    if labels.manifests:
-        manifest = read_manifest(labels.manifests[0])
-        places = [path for own in manifest.parts.values() for path in own]
-        lists = [path for path in places if os.path.isfile(path)]
-        label_files = [path for path in label_files if path not in lists]
-        names, notes = manifest.names, list(manifest.notes)
-        has_keypoints = manifest.has_keypoints
-        files = [manifest.file, *lists]
-        near = [path for path in tree.others if _has_names(path)]
-        if manifest.file.endswith(".data"):
-            files += [path for path in near if _read_names_file(path) == names]
-        if other := next((path for path in near if _read_names_file(path) != names), None):
-            notes.append(f"the class names are those of '{manifest.file}', and not of '{other}'")
-    else:
-        names, notes, files = _find_names(tree, labels)
-        has_keypoints = False
-        for path in _find_lists(tree, labels):
-            notes.append(f"'{path}' is not used: a data.yaml must name the lists of images")
-    pairs = pair(tree, label_files)
+        lists = _open_folder(tree, labels)
+    pairs = pair(tree, lists.label_files)
     label_of = {image: file for file, image in pairs.image_of.items()}
-    result = Labels([], files=files, notes=notes)
-    result.categories = [{"id": number, "name": name} for number, name in enumerate(names)]
+    result = Labels([], files=lists.files, notes=lists.notes)
+    result.categories = [{"id": number, "name": name} for number, name in enumerate(lists.names)]
     wanted = _list_images(tree, labels, part, result)
     if not labels.manifests:  # other images, such as pictures of a web page, are not background
         folders = {os.path.dirname(path) for path in label_of}
@@ -314,7 +336,7 @@ def read_yolo(tree: FileTree, labels: LabelSet, part: str) -> Labels:
         image = LabelledImage(file or path, name, path, file)
         result.images.append(image)
         if file:
-            read_label_file(image, names, has_keypoints=has_keypoints)
+            read_label_file(image, lists.names, has_keypoints=lists.has_keypoints)
         elif path in foreign:
             image.leave_out("with labels in another format", f"its labels are in '{foreign[path]}'")
         else:
