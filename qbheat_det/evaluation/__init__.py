@@ -6,20 +6,16 @@ import importlib.util
 import io
 import itertools
 import math
-import os
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from detectron2.config import CfgNode
-from detectron2.data import MetadataCatalog
 from detectron2.evaluation import COCOEvaluator, DatasetEvaluator, coco_evaluation
 from detectron2.utils import comm
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import MAPPERS_OF_CLASSES, TiledEvaluator
 
 from .classification import (
     ClassificationEvaluator,
@@ -32,7 +28,7 @@ from .coco_matching import FastMatching, FastMatchingMaxDets
 
 __all__ = [
     "MAX_DETECTIONS", "STANDARD_DETECTIONS", "ClassificationEvaluator", "CocoEvaluator",
-    "FastMatching", "HeldOutLossEvaluator", "build_evaluator", "choose_max_detections",
+    "FastMatching", "HeldOutLossEvaluator", "choose_max_detections",
     "complete_annotations", "count_most_objects", "find_confusions", "measure_ranks",
     "rank_true_class", "rank_true_classes",
 ]  # fmt: skip
@@ -41,24 +37,6 @@ STANDARD_DETECTIONS = 100
 """Detections per image (and class) that COCO's AP counts, if no image has more objects."""
 MAX_DETECTIONS = 2000
 """Largest result of ``choose_max_detections``."""
-
-
-def build_evaluator(cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
-    """Builds the evaluator of a registered dataset. Raises a ``UserError`` if there is none."""
-    kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
-    output_dir = os.path.join(cfg.OUTPUT_DIR, "inference", dataset_name)
-    if kind == "reconstruction" and cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
-        names = cfg.MODEL.CLASS_NAMES
-        return ClassificationEvaluator(dataset_name, class_names=names, output_dir=output_dir)
-    if kind == "reconstruction":
-        return HeldOutLossEvaluator(dataset_name)
-    if kind != "coco":
-        raise UserError(
-            f"dataset '{dataset_name}' has evaluator_type '{kind}', but must be 'coco' or "
-            "'reconstruction': register it in COCO format"
-        )
-    evaluator = CocoEvaluator(dataset_name, output_dir=output_dir)
-    return TiledEvaluator(evaluator, cfg.INPUT.TILE) if cfg.INPUT.TILE else evaluator
 
 
 def count_most_objects(annotations: Iterable[Mapping[str, Any]]) -> int:

@@ -25,7 +25,6 @@ from torchvision.ops import StochasticDepth
 from qbheat_det.config import find_memory_format, get_value
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
-    MAPPERS_OF_CLASSES,
     DataError,
     FixedViews,
     ImageBatches,
@@ -33,11 +32,8 @@ from qbheat_det.data import (
     StrongViews,
     TrainStream,
     build_mapper,
-    load_classes,
-    load_test_set,
     number_records,
 )
-from qbheat_det.data.image_batches import BATCH_SIZE
 from qbheat_det.data.mappers import VIEW_ROW, choose_view
 from qbheat_det.modeling.contracts import (
     TILE,
@@ -47,6 +43,7 @@ from qbheat_det.modeling.contracts import (
     get_in_features,
     keeps_backbone_in_eval,
 )
+from qbheat_det.tasks import find_task
 
 from .encoder import OFF, CachedBackbone, check_cache_keys, encode_images, open_store
 from .filling import fill
@@ -103,7 +100,7 @@ class CachedFeatures:
         self._cfg = cfg
         self._model = model
         self._backbone = backbone
-        self._has_classes = cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
+        self._task = find_task(cfg)
         self.fill = fill
         self._views: dict[str, FixedViews] = {}
         self._tests: dict[str, tuple[Sequence[dict[str, Any]], CachedViews]] = {}
@@ -139,7 +136,7 @@ class CachedFeatures:
                 self._make_test_sets()
         records, mapper = self._tests[dataset_name]
         workers = cfg.DATALOADER.NUM_WORKERS
-        at_once = BATCH_SIZE if self._has_classes else 1  # detectors evaluate one image at a time
+        at_once = self._task.batch_size
         return ImageBatches(records, mapper=mapper, batch_size=at_once, num_workers=workers)
 
     @property
@@ -157,10 +154,7 @@ class CachedFeatures:
     def _make_test_sets(self) -> None:
         cfg = self._cfg
         for name in cfg.DATASETS.TEST:
-            if self._has_classes:
-                records = load_classes([name], cfg.MODEL.CLASS_NAMES)
-            else:
-                records = load_test_set(cfg, name)
+            records = self._task.load_test_set(cfg, name)
             # Forked workers share one serialized array instead of copying records.
             numbered: Any = DatasetFromList(number_records(records), copy=False, serialize=True)
             views = FixedViews(build_mapper(cfg, is_train=False), count=1)
@@ -193,8 +187,8 @@ class CachedFeatures:
         if is_train:
             parts = comm.get_world_size() * self._cfg.SOLVER.ACCUMULATE
             at_once = min(VIEWS_PER_FILE, max(1, self._cfg.SOLVER.IMS_PER_BATCH // parts))
-        else:  # detectors evaluate one image at a time
-            at_once = VIEWS_PER_FILE if self._has_classes else 1
+        else:
+            at_once = min(VIEWS_PER_FILE, self._task.batch_size)
         was_training = self._model.training
         self._model.train(is_train)  # attention rounds differently in each mode
         try:
