@@ -98,7 +98,12 @@ def test_two_stages_equal_two_commands_and_resume_exactly(
 def test_the_first_stage_shares_data_device_and_model(first, data):
     opts = {**SHARED, **OPTS, "SOLVER.FIRST_STAGE": str(first)}
     flags = RunFlags(
-        config_file=get_config_path(CONFIG), data=data, tile=64, output="o", opts=words_of(opts)
+        config_file=get_config_path(CONFIG),
+        data=data,
+        val=data,
+        tile=64,
+        output="o",
+        opts=words_of(opts),
     )
     stage, last = assemble_run(flags)
     assert str(stage.folder) == "o/first_stage"
@@ -149,7 +154,9 @@ def test_trained_heads_and_frozen_backbones_need_no_first_stage(data, change):
 def test_both_stages_start_from_a_named_encoder(data, as_flag, monkeypatch):
     encoder = "qbheat://qb_heat/285M_caltech101"
     given = {"weights": encoder} if as_flag else {"opts": ["MODEL.WEIGHTS", encoder]}
-    flags = RunFlags(config_file="custom/retinanet_285M_finetune.yaml", data=data, **given)
+    flags = RunFlags(
+        config_file="custom/retinanet_285M_finetune.yaml", data=data, val=data, **given
+    )
     first, second = assemble_run(flags)
     assert first.cfg.MODEL.WEIGHTS == second.cfg.MODEL.WEIGHTS == encoder
     started = []
