@@ -87,7 +87,7 @@ def test_broken_runs_are_left_out_with_their_label(tiny, tmp_path, caplog):
         return sum(1 for _ in run.model.parameters())
 
     results = run_each([new, cut, whole], compute, nothing="nothing")
-    assert list(results.found) == ["untrained"]
+    assert list(results.by_label) == ["untrained"]
     assert [label in text for label, text in zip(("'new'", "'cut'"), results.left_out, strict=True)]
     assert len(results.draw("name", "Title", (), {}).explanation) == 1
     warnings = [r.getMessage() for r in caplog.records if "left out" in r.msg]
