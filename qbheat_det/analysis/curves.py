@@ -109,15 +109,14 @@ def _tabulate_last_values(runs: Sequence[Run], quantities: Mapping[str, tuple[st
         for key in keys:
             _, values = read_series(run.metrics, key)
             finite = [value for value in values if math.isfinite(value)]
-            cells.append(_format(finite[-1]) if finite else "n/a")
+            if not finite:
+                cells.append("n/a")
+            elif finite[-1] >= 1000:
+                cells.append(f"{finite[-1]:,.0f}")
+            else:
+                cells.append(f"{finite[-1]:.4g}")
         rows.append((run.label, *cells))
     return Table(("Run", "epochs", *keys[1:]), rows)
-
-
-def _format(value: float) -> str:
-    if value >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
 
 
 @plotting.themed
@@ -165,7 +164,9 @@ def read_series(records: Sequence[Mapping[str, Any]], key: str) -> Curve:
     values = []
     for iteration in iterations:
         value = points[iteration]
-        values.append(value if math.isfinite(value) else math.nan)
+        if not math.isfinite(value):
+            value = math.nan
+        values.append(value)
     return iterations, values
 
 

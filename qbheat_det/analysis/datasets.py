@@ -238,10 +238,9 @@ def _find_leaks(train: Inspection, val: Inspection) -> list[DataError]:
     errors = []
     for record in val.records:
         path = record["file_name"]
-        size = os.path.getsize(path) if os.path.isfile(path) else 0
-        if not size:
+        if not os.path.isfile(path) or not os.path.getsize(path):
             continue
-        for other in train_files.get(size, ()):
+        for other in train_files.get(os.path.getsize(path), ()):
             if filecmp.cmp(path, other, shallow=False):  # stops at the first difference
                 where = f"image {path!r} (image id {record['image_id']}) of '{val.source.name}'"
                 reason = f"'{train.source.name}' trains on the same image, as {other!r}"
@@ -295,7 +294,9 @@ def _list_errors(errors: Sequence[DataError]) -> list[str]:
         return ["No errors."]
     by_kind: dict[str, list[DataError]] = defaultdict(list)
     for error in errors:
-        kind = f"{error.item} {error.kind}" if isinstance(error, LeftOut) else error.kind
+        kind = error.kind
+        if isinstance(error, LeftOut):
+            kind = f"{error.item} {kind}"
         by_kind[kind].append(error)
     lines = [f"{len(errors):,} errors" if len(errors) > 1 else "1 error"]
     for kind, errors_of_kind in by_kind.items():

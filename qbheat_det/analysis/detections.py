@@ -94,17 +94,23 @@ def draw_detections(
     def evaluate(run: Run) -> RunDetections:
         run.require_kind("detector")
         dataset = read_set(data or run.find_set("test"))
-        if datasets and not _have_same_data(dataset, datasets[0]):
-            raise NotApplicable(f"the test set of '{run.label}' is '{dataset.json_file}'")
+        if datasets:
+            first = datasets[0]
+            # Datasets in other formats are converted once per run, so compare the contents.
+            if (dataset.image_root, dataset.content) != (first.image_root, first.content):
+                raise NotApplicable(f"the test set of '{run.label}' is '{dataset.json_file}'")
         detections, image_ids = _detect(run, dataset)
         evaluator = metrics.evaluate_boxes(keep_images(dataset.content, image_ids), detections)
         datasets.append(dataset)
         errors = metrics.find_errors(evaluator)
+        run_threshold = threshold
+        if run_threshold is None:
+            run_threshold = metrics.choose_threshold(errors)
         return RunDetections(
             label=run.label,
             scores=metrics.score_detections(evaluator),
             errors=errors,
-            threshold=metrics.choose_threshold(errors) if threshold is None else threshold,
+            threshold=run_threshold,
             weights=run.weights,
             image_ids=image_ids,
         )
@@ -139,17 +145,13 @@ def draw_detections(
     )
 
 
-def _have_same_data(dataset: DetectionSet, other: DetectionSet) -> bool:
-    """Compares the contents, because datasets in other formats are converted once per run."""
-    return (dataset.image_root, dataset.content) == (other.image_root, other.content)
-
-
 def read_set(name: str) -> DetectionSet:
     """Reads a registered dataset. Raises ``NotApplicable`` if it has no boxes."""
     metadata = MetadataCatalog.get(name)
     json_file = metadata.get("json_file")
-    # The file was checked when the dataset was registered.
-    content = json.loads(Path(json_file).read_bytes()) if json_file else {}
+    content: dict[str, Any] = {}
+    if json_file:  # it was checked when the dataset was registered
+        content = json.loads(Path(json_file).read_bytes())
     if not content.get("annotations"):
         raise NotApplicable(f"'{name}' has no boxes in COCO's format")
     categories = sorted(content["categories"], key=lambda category: category["id"])

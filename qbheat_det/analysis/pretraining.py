@@ -35,7 +35,6 @@ from .run import Entries, FigureOptions, Run, run_on_images
 
 _MASK_VALUE = 128  # of masked pixels in the figure
 _MIN_CELL_SIDE = 160  # of an image in the figure, in pixels
-_NORMALIZATION_NOTE = "Each masked patch has the image's mean and contrast."
 _RECONSTRUCTION_EXPLANATION = (
     "Masked pixels are gray. Losses are mean squared errors over masked patches. For normalized "
     "patches, predicting zero costs about 1.",
@@ -91,13 +90,17 @@ def reconstruct_images(
             reconstruction = plotting.to_rgb(output["reconstruction"], pixel_format)
             reconstruction = np.rint(reconstruction.clip(0, 255)).astype(np.uint8)
             completed.append(np.where(visible, image, reconstruction))
-            row: dict[str, Any] = {"place": output["place"]} if quadrants else {}
+            row: dict[str, Any] = {}
+            if quadrants:
+                row["place"] = output["place"]
             row["loss"] = float(output["loss_reconstruction"])
             losses[view].append(row)
         columns[f"visible {view}"] = masked
         columns[f"from the {view}"] = completed
     mean_losses = {view: fmean(row["loss"] for row in rows) for view, rows in losses.items()}
-    note = _NORMALIZATION_NOTE if model.loss.normalize_patches else ""
+    note = ""
+    if model.loss.normalize_patches:
+        note = "Each masked patch has the image's mean and contrast."
     return Reconstructions(columns, losses, mean_losses, note)
 
 
@@ -131,8 +134,10 @@ def draw_reconstructions(runs: Sequence[Run], options: FigureOptions) -> Figure:
         }
         cells = []
         for view in views:
-            mean = result.mean_losses.get(view)
-            cells.append("-" if mean is None else f"{mean:.3f}")
+            if view in result.mean_losses:
+                cells.append(f"{result.mean_losses[view]:.3f}")
+            else:
+                cells.append("-")
         rows.append((label, *cells))
     return results.draw(
         "reconstructions",

@@ -113,19 +113,22 @@ def describe_runs(runs: Iterable[Run]) -> Table:
     rows = []
     for run in runs:
         last = max(run.metrics, key=lambda record: record["iteration"], default={})
-        steps = f"{int(last['iteration']) + 1:,}" if last else _UNKNOWN
-        epochs = f"{last['epoch']:.1f}" if "epoch" in last else _UNKNOWN
-        weights: str = _UNKNOWN
+        steps = _UNKNOWN
+        if last:
+            steps = f"{int(last['iteration']) + 1:,}"
+        epochs = _UNKNOWN
+        if "epoch" in last:
+            epochs = f"{last['epoch']:.1f}"
+        weights = _UNKNOWN
         with contextlib.suppress(NotApplicable, UserError):
             weights = run.weights.name
-        try:
-            kind: str = run.kind
+        kind: str = _UNKNOWN
+        model = _UNKNOWN
+        backbone = _UNKNOWN
+        with contextlib.suppress(NotApplicable, UserError):
+            kind = run.kind
             model = run.cfg.MODEL.META_ARCHITECTURE
             backbone = run.cfg.MODEL.BACKBONE.NAME
-        except (NotApplicable, UserError):
-            kind = _UNKNOWN
-            model = _UNKNOWN
-            backbone = _UNKNOWN
         rows.append((run.label, kind, model, backbone, weights, steps, epochs))
     return Table(("Run", "For", "Model", "Backbone", "Weights", "Steps", "Epochs"), rows)
 

@@ -158,7 +158,9 @@ class Run:
         """
         folder = self.folder or self.weights.parent
         starts = read_run_record(folder / RUN_FILE)
-        content = starts[-1].get("data", {}).get(name) if starts else None
+        content = None
+        if starts:
+            content = starts[-1].get("data", {}).get(name)
         if content:
             source = Source.from_json(content, f"'{folder / RUN_FILE}': data of '{name}'")
             name = f"{name} of {folder.resolve()}"  # ``find_detections`` removes the folder again
@@ -345,7 +347,9 @@ def run_each(
                 errors.append(reason)
     if not by_label:
         message = f"{nothing}: {'; '.join(left_out)}"
-        raise UserError(message) if errors else NotApplicable(message)
+        if errors:
+            raise UserError(message)
+        raise NotApplicable(message)
     for reason in errors:
         logger.warning("left out: %s", reason)
     return RunResults(by_label, left_out)
@@ -381,4 +385,6 @@ def choose_images(
         except (NotApplicable, UserError) as reason:
             reasons.append(str(reason))
     message = "; ".join(dict.fromkeys(reasons))
-    raise UserError(message) if folder else NotApplicable(message)
+    if folder is not None:
+        raise UserError(message)
+    raise NotApplicable(message)

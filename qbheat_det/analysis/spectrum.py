@@ -81,8 +81,10 @@ def describe_models(models: Models) -> Spectrum:
             axis: float(sum(magnitudes[scale][name].sum() for name in directions))
             for axis, directions in AXES.items()
         }
-        has_energy = energy["A"] and energy["B"]
-        summary[f"energy_ratio_{scale}"] = energy["A"] / energy["B"] if has_energy else math.nan
+        ratio = math.nan
+        if energy["A"] and energy["B"]:
+            ratio = energy["A"] / energy["B"]
+        summary[f"energy_ratio_{scale}"] = ratio
         summary[f"energy_A_{scale}"] = energy["A"]
         summary[f"energy_B_{scale}"] = energy["B"]
         for a, b in product(AXES["A"], AXES["B"]):
@@ -118,7 +120,7 @@ def read_linear_models(path: Path, label: str) -> Models:
         predictor = HeatPredictor(
             dim=len(next(iter(state.values()))),
             num_models=len(state) // len(scales),
-            visible="both" if len(scales) > 1 else scales.pop(),
+            visible="both" if len(scales) > 1 else next(iter(scales)),
         )
         predictor.load_state_dict(state)
     except (ValueError, RuntimeError) as error:
@@ -230,7 +232,9 @@ def draw_spectrum(runs: Sequence[Run], options: FigureOptions) -> Figure:
 def plot_magnitudes(learned: Spectrum, control: Spectrum) -> Chart:
     """Draws magnitudes of eigenvalues at each scale, and compares the two scales."""
     num_scales = len(learned.offsets)
-    num_panels = 3 if num_scales == 2 else num_scales
+    num_panels = num_scales
+    if num_scales == 2:
+        num_panels += 1  # compares the scales
     figure = start_figure(height=3.4, width=4 * num_panels)
     for index, (scale, eigenvalues) in enumerate(learned.eigenvalues.items(), start=1):
         axes = figure.add_subplot(1, num_panels, index)

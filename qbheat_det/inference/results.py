@@ -141,8 +141,11 @@ class Detections:
         """
         results: list[dict[str, Any]] = instances_to_coco_json(self.instances, image_id)
         for box in results:
-            index = box["category_id"]
-            box["category_id"] = self.category_ids[index] if self.category_ids else index + 1
+            class_index = box["category_id"]
+            if self.category_ids:
+                box["category_id"] = self.category_ids[class_index]
+            else:
+                box["category_id"] = class_index + 1
         return results
 
 

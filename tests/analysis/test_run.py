@@ -164,8 +164,15 @@ def test_a_page_escapes_text_and_loads_nothing(tmp_path):
         tmp_path / "new" / "page.html", "<title>", "Lead.", Table((), []), results, command="a <b>"
     )
     text = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
-    for escaped in ("<h1>&lt;title&gt;</h1>", "S &amp; T", "x &lt; y", "a &lt;b&gt;", "\\udcff",
-                    "<figcaption>&lt;i&gt;", 'alt="&#34;a&#34;"'):  # fmt: skip
+    for escaped in (
+        "<h1>&lt;title&gt;</h1>",
+        "S &amp; T",
+        "x &lt; y",
+        "a &lt;b&gt;",
+        "\\udcff",
+        "<figcaption>&lt;i&gt;",
+        'alt="&#34;a&#34;"',
+    ):
         assert escaped in text
     assert not re.search(r'(src|href)="(?!data:|#)', text)
     assert "<script" not in text
