@@ -162,21 +162,20 @@ def draw_attention(
         return _compute_attention(run, files, size)
 
     results = run_on_images(runs, compute, options, nothing="no attention of tokens")
-    images = {}
+    charts = {}
     for bridge in _BRIDGE_TITLES:
         for index in range(len(results.files)):
-            attention = {label: of_run[index] for label, of_run in results.by_label.items()}
-            chart = _plot_image(attention, bridge, attention_heads)
+            attentions = {label: images[index] for label, images in results.by_label.items()}
+            chart = _plot_image(attentions, bridge, attention_heads)
             caption = f"{_BRIDGE_TITLES[bridge]}, image {index + 1}."
-            images[f"{bridge}_{index + 1}"] = plotting.chart_image(
+            charts[f"{bridge}_{index + 1}"] = plotting.chart_image(
                 chart, caption=caption, format="jpg"
             )
-    blocks = {
-        label: [block.number for block in of_run[0].blocks]
-        for label, of_run in results.by_label.items()
-    }
+    blocks = {}
+    for label, images in results.by_label.items():
+        blocks[label] = [block.number for block in images[0].blocks]
     title = "Attention between tokens and pixels"
-    return results.draw("attention", title, _EXPLANATION, images, size=size, blocks=blocks)
+    return results.draw("attention", title, _EXPLANATION, charts, size=size, blocks=blocks)
 
 
 def _compute_attention(run: Run, files: Sequence[str], size: int) -> list[_ImageAttention]:
@@ -196,14 +195,17 @@ def _compute_attention(run: Run, files: Sequence[str], size: int) -> list[_Image
     return results
 
 
-def _plot_image(attention: Mapping[str, _ImageAttention], bridge: Bridge, heads: Heads) -> Chart:
-    """Draws the attention on one image, with the rows of all runs below each other."""
+def _plot_image(attentions: Mapping[str, _ImageAttention], bridge: Bridge, heads: Heads) -> Chart:
+    """Draws the attention on one image, with the rows of all runs below each other.
+
+    ``attentions`` maps the label of each run to its attention on this image.
+    """
     rows = []
     row_names = []
-    for label, of_image in attention.items():
-        image = plotting.resize_longest_side(of_image.pixels, _CELL_SIDE)
-        scale = image.shape[1] / of_image.pixels.shape[1]
-        for block in of_image.blocks:
+    for label, attention in attentions.items():
+        image = plotting.resize_longest_side(attention.pixels, _CELL_SIDE)
+        scale = image.shape[1] / attention.pixels.shape[1]
+        for block in attention.blocks:
             for name, maps, stride in _list_maps(block, bridge, heads):
                 if bridge == "to_former":
                     scale_end = max(2.0, find_scale_end(maps))
@@ -216,7 +218,7 @@ def _plot_image(attention: Mapping[str, _ImageAttention], bridge: Bridge, heads:
                 ]
                 rows.append([image, *overlays])
                 row_name = f"{name}\n0 to {scale_end:.2g}"
-                if len(attention) > 1:
+                if len(attentions) > 1:
                     row_name = f"{plotting.to_text(label)}\n{row_name}"
                 row_names.append(row_name)
     num_tokens = max(len(row) for row in rows) - 1

@@ -207,10 +207,10 @@ def save_annotations(detections: Iterable[Detections], path: str | Path, format:
     predictions = Predictions()
     class_names: Sequence[str] = ()
     category_ids: Sequence[int] = ()
-    for of_image in detections:
-        predictions.add(of_image)
-        class_names = of_image.class_names
-        category_ids = of_image.category_ids
+    for image_detections in detections:
+        predictions.add(image_detections)
+        class_names = image_detections.class_names
+        category_ids = image_detections.category_ids
     content = render_annotations(
         predictions.results, predictions.images, class_names, category_ids, format
     )
