@@ -88,7 +88,7 @@ def test_broken_runs_are_left_out_with_their_label(tiny, tmp_path, caplog):
         return sum(1 for _ in run.model.parameters())
 
     results = run_each([new, cut, whole], compute, nothing="nothing")
-    assert list(results.found) == ["untrained"]
+    assert list(results.by_label) == ["untrained"]
     assert [label in text for label, text in zip(("'new'", "'cut'"), results.left_out, strict=True)]
     assert len(results.draw("name", "Title", (), {}).explanation) == 1
     warnings = [r.getMessage() for r in caplog.records if "left out" in r.msg]
@@ -165,8 +165,15 @@ def test_a_page_escapes_text_and_loads_nothing(tmp_path):
         tmp_path / "new" / "page.html", "<title>", "Lead.", Table((), []), results, command="a <b>"
     )
     text = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
-    for escaped in ("<h1>&lt;title&gt;</h1>", "S &amp; T", "x &lt; y", "a &lt;b&gt;", "\\udcff",
-                    "<figcaption>&lt;i&gt;", 'alt="&#34;a&#34;"'):  # fmt: skip
+    for escaped in (
+        "<h1>&lt;title&gt;</h1>",
+        "S &amp; T",
+        "x &lt; y",
+        "a &lt;b&gt;",
+        "\\udcff",
+        "<figcaption>&lt;i&gt;",
+        'alt="&#34;a&#34;"',
+    ):
         assert escaped in text
     assert not re.search(r'(src|href)="(?!data:|#)', text)
     assert "<script" not in text
