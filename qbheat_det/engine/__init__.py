@@ -2,7 +2,8 @@
 """Training and evaluation on Detectron2's engine: ``assemble_run``, ``setup`` and ``Trainer``."""
 
 from .launch import run_distributed
-from .run import Stage, assemble_evaluation, assemble_run, read_config
+from .run import Stage, assemble_evaluation, assemble_run
+from .run_config import read_config
 from .run_flags import RunFlags
 from .run_record import record_start
 from .setup import setup

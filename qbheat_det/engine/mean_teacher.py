@@ -9,16 +9,14 @@ so runs resume exactly.
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode
 from detectron2.engine import HookBase
-from detectron2.modeling import META_ARCH_REGISTRY
 from torch import nn
 
-from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.contracts import (
     PSEUDO_LABELS,
     UNLABELLED,
@@ -30,26 +28,6 @@ from .hooks import EvalHook, TrainingRun
 
 logger = logging.getLogger(__name__)
 _CERTAIN = 0.5  # minimum score of its boxes that are counted
-
-
-def find_mean_teacher_values(cfg: CfgNode, overrides: Mapping[str, str]) -> dict[str, bool]:
-    """Returns the config values that ``DATASETS.UNLABELLED`` needs: ``SOLVER.EMA`` is enabled.
-
-    ``overrides`` has the values that the user has set, by config key.
-
-    Raises:
-        UserError: the model cannot learn from unlabelled images, or the user disables the average.
-    """
-    if not cfg.DATASETS.UNLABELLED:
-        return {}
-    name = cfg.MODEL.META_ARCHITECTURE
-    if not issubclass(META_ARCH_REGISTRY.get(name), SupportsUnlabelled):
-        raise UserError(f"{name} cannot learn from --unlabelled: use RetinaNet or FCOS")
-    if overrides.get("SOLVER.EMA.ENABLED", "True") != "True":
-        raise UserError(
-            "--unlabelled needs SOLVER.EMA.ENABLED True: the average is the mean teacher"
-        )
-    return {"SOLVER.EMA.ENABLED": True}
 
 
 class MeanTeacher:

@@ -22,10 +22,11 @@ from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import format_duration
 from qbheat_det.solver import count_epochs
-from qbheat_det.tasks import DETECTION, find_task
+from qbheat_det.tasks import DETECTION
 
 from .dry_run import dry_run
-from .run import Stage, list_shared_overrides
+from .run import Stage
+from .run_config import as_opts, list_shared_overrides
 from .run_flags import RunFlags
 from .run_record import name_last_checkpoint
 from .trainer import Trainer
@@ -140,7 +141,7 @@ def fit_minutes(
         plan += f"only the first stage fits, {last.cfg.SOLVER.FIRST_STAGE}, with "
         plan += _describe_length(epochs, None, chosen_pace)
     else:
-        is_resized = size != find_task(last.cfg).get_image_size(last.cfg)
+        is_resized = size != last.data.task.get_image_size(last.cfg)
         shown_size = size if is_resized else flags.image_size
         plan += _describe_length(epochs, shown_size, chosen_pace, seconds_before)
         if chosen_pace.size < max(sizes):
@@ -154,14 +155,13 @@ def fit_minutes(
 def _read_plan(stage: Stage, flags: RunFlags) -> Stage:
     """Returns a resumed stage with the plan that the ``config.yaml`` in its folder records."""
     overrides = list_shared_overrides(flags.overrides)
-    opts = [word for pair in overrides.items() for word in pair]
-    saved = load_config(stage.folder / "config.yaml", opts)
+    saved = load_config(stage.folder / "config.yaml", as_opts(overrides))
     values: dict[str, Any] = {"SOLVER.EPOCHS": saved.SOLVER.EPOCHS, "SOLVER.MIN_ITER": 0}
     if saved.MODEL.CACHE_FEATURES.ENABLED and not stage.cfg.MODEL.CACHE_FEATURES.ENABLED:
         saved.freeze()  # the plan had only the first stage
         stage = replace(stage, cfg=saved)
     elif not _names_size(flags, stage):
-        task = find_task(saved)
+        task = stage.data.task
         values |= task.get_size_values(stage.cfg, task.get_image_size(saved))
     title = "The run keeps its length and image size"
     return replace(stage.with_values(values), title=title)
@@ -179,14 +179,14 @@ def _find_unfinished_first_stage(stages: Sequence[Stage]) -> Stage | None:
 def _list_sizes(stage: Stage, flags: RunFlags, pace: Pace) -> list[int]:
     """Returns the image sizes to choose from."""
     is_fixed = stage.cfg.MODEL.CACHE_FEATURES.ENABLED or _names_size(flags, stage)
-    if is_fixed or find_task(stage.cfg) is not DETECTION:
+    if is_fixed or stage.data.task is not DETECTION:
         return [pace.size]
     return [round(factor * pace.size / _STRIDE) * _STRIDE for factor in _SIZE_FACTORS]
 
 
 def _names_size(flags: RunFlags, stage: Stage) -> bool:
     """Returns whether the user has set the image size."""
-    keys = find_task(stage.cfg).size_keys
+    keys = stage.data.task.size_keys
     return flags.image_size is not None or any(key in flags.overrides for key in keys)
 
 
@@ -225,7 +225,7 @@ def _find_largest(sizes: Sequence[int], pace: Pace, seconds: float) -> int:
 
 def _resize(stage: Stage, size: int | None) -> Stage:
     """Returns a stage with another image size, unless it is the same."""
-    task = find_task(stage.cfg)
+    task = stage.data.task
     if size is None or size == task.get_image_size(stage.cfg):
         return stage
     return stage.with_values(task.get_size_values(stage.cfg, size))
@@ -265,7 +265,7 @@ def _measure(stage: Stage, build_trainer: BuildTrainer) -> Pace:
     usual = float(count_epochs(cfg, stage.data.count_training_images()))
     fixed = report.total_seconds - growing
     fixed, epoch = comm.all_gather((fixed, growing / usual))[0]
-    return Pace(fixed, epoch, usual, find_task(cfg).get_image_size(cfg))
+    return Pace(fixed, epoch, usual, stage.data.task.get_image_size(cfg))
 
 
 def _describe_length(

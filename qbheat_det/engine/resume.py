@@ -1,8 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """How a run stops, and how it continues.
 
-- ``decide_to_resume`` runs first: it detects a restart by torchrun.
-- ``check_start`` refuses a second run in the same folder, and new weights for a resumed run.
 - ``check_same_config`` and ``check_same_images`` compare a resumed run with its checkpoint.
 - ``StopSignals`` saves a checkpoint after Ctrl-C or a scheduler's signal, and
   ``YieldToNewerStart`` ends a run that was restarted elsewhere.
@@ -22,13 +20,13 @@ from detectron2.config import CfgNode
 from detectron2.engine import HookBase
 from detectron2.utils import comm
 
-from qbheat_det.config import dump_config, load_config
+from qbheat_det.config import dump_config
 from qbheat_det.config.loading import read_values, without_retired
 from qbheat_det.core.errors import Interrupted, UserError
 from qbheat_det.data import TrainStream
 
 from .hooks import EvalHook, TrainingRun, is_saved
-from .run_record import RUN_FILE, find_launch, name_last_checkpoint, read_run_record
+from .run_record import RUN_FILE, find_launch, read_run_record
 
 logger = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -57,61 +55,6 @@ _CHANGEABLE = (
 )
 # Keys of the length of a run, which may change with a warning.
 _LENGTH = ("SOLVER.EPOCHS", "SOLVER.MAX_ITER", "SOLVER.MIN_ITER")
-
-
-def decide_to_resume(folder: Path, *, asked: bool) -> bool:
-    """Returns whether to resume the run in a folder; equal on all processes.
-
-    Returns True if the user has asked for it, or after a restart by torchrun or a job queue. A
-    restart is detected if the folder has a checkpoint, and the last start in ``run.json`` had the
-    same ``--rdzv-id`` of torchrun as this one.
-
-    Raises:
-        UserError: the processes find different checkpoints.
-    """
-    last = name_last_checkpoint(folder)
-    is_restart = bool(last) and not asked and _began_in_this_launch(folder)
-    views = comm.all_gather((last, asked or is_restart))
-    main, resumes = views[0]
-    if not resumes:
-        return False
-    others = {name for name, _ in views} - {main}
-    if others:
-        raise UserError(
-            f"OUTPUT_DIR '{folder}' ends with '{main or 'nothing'}' on the first machine, but with "
-            f"'{others.pop() or 'nothing'}' on another: all must see one folder"
-        )
-    return True
-
-
-def check_start(folder: Path, weights: str, *, resume: bool) -> None:
-    """Refuses a new run in the folder of another run, or a resumed run with other weights.
-
-    Args:
-        folder: ``OUTPUT_DIR``.
-        weights: ``MODEL.WEIGHTS`` as the user has set it; "" if not.
-        resume: whether the run continues an earlier one.
-
-    Raises:
-        UserError: the run did not start from ``weights``, or the folder of a new run already
-            contains a run.
-    """
-    last = name_last_checkpoint(folder)
-    if last and not resume:
-        raise UserError(
-            f"OUTPUT_DIR '{folder}' contains a run up to {last}: add --resume to continue it, or "
-            "name another --output"
-        )
-    if resume and weights and not (last and weights == _initial_weights(folder)):
-        raise UserError(
-            f"--resume continues the run in OUTPUT_DIR '{folder}', but MODEL.WEIGHTS '{weights}' "
-            "starts a new one: leave one of them out"
-        )
-
-
-def _initial_weights(folder: Path) -> str:
-    path = folder / "config.yaml"
-    return load_config(path).MODEL.WEIGHTS if path.is_file() else ""
 
 
 def check_same_config(saved: str, cfg: CfgNode) -> dict[str, object]:
@@ -170,12 +113,6 @@ def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:
     found = f"there are {now} now" if before != now else "their order or their boxes have changed"
     also = " (also counting those of --unlabelled)" if stream.unlabelled else ""
     raise UserError(f"--resume continues a run on {before} training images{also}, but {found}")
-
-
-def _began_in_this_launch(folder: Path) -> bool:
-    launch = find_launch()
-    starts = read_run_record(folder / RUN_FILE)
-    return bool(launch and starts and starts[-1].get("launch") == launch)
 
 
 class StopSignals(HookBase):

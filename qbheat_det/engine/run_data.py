@@ -33,6 +33,8 @@ from qbheat_det.data import (
     Source,
     check_image_folder,
     check_same_classes,
+    find_image_errors,
+    find_record_errors,
     fingerprint_images,
     join_accounts,
     list_classes,
@@ -40,6 +42,7 @@ from qbheat_det.data import (
     match_image_errors,
     open_images,
     open_source,
+    raise_first,
     read_annotations,
     read_split,
     register_source,
@@ -50,7 +53,7 @@ from qbheat_det.evaluation import count_most_objects
 from qbheat_det.tasks import CLASSIFICATION, DETECTION, PRETRAINING, TASKS, Task, find_task
 
 from .run_flags import RunFlags, spell
-from .run_record import FIRST_STAGE_FOLDER, find_broken_images, name_last_checkpoint
+from .run_record import FIRST_STAGE_FOLDER, Start
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +140,7 @@ class RunData:
     """The data of a run.
 
     Attributes:
+        task: what the model learns.
         train, test, unlabelled: names of the data sets in Detectron2's ``DatasetCatalog``.
         given: the data sets that flags give.
         class_names: classes of the model; empty in pre-training.
@@ -147,6 +151,7 @@ class RunData:
         shared: a sentence about validation images that were trained on; "" if there are none.
     """
 
+    task: Task
     train: tuple[str, ...]
     test: tuple[str, ...]
     unlabelled: tuple[str, ...] = ()
@@ -271,8 +276,7 @@ def prepare_data(
     cfg: CfgNode,
     flags: RunFlags,
     sources: Mapping[Role, OpenedSource],
-    *,
-    resume: bool,
+    start: Start,
 ) -> RunData:
     """Checks and registers the data sets of a run.
 
@@ -280,7 +284,7 @@ def prepare_data(
         cfg: config of the run. Its data sets are used where no flag names any.
         flags: flags of the run.
         sources: what the flags name, see ``open_sources``.
-        resume: whether the run continues an earlier one, whose split and faults it keeps.
+        start: how the run starts. A resumed run keeps its split, and leaves out the same images.
 
     Raises:
         UserError: the data do not fit the task, classes differ, or too many images or boxes have
@@ -294,12 +298,12 @@ def prepare_data(
         sources = {role: opened.without_labels() for role, opened in sources.items()}
     elif task is DETECTION:
         sources = _choose_classes(cfg, flags, sources)
-    _check_sources(cfg, sources, resume=resume)
+    _check_sources(cfg, sources, start)
 
     seen = SeenImages() if task is PRETRAINING else _read_seen(cfg)
     split: Split | None = None
     if flags.eval_only and has_no_val:
-        split_file = _find_split_of_weights(cfg, flags)
+        split_file = _find_split_of_weights(cfg, flags, start)
         if split_file:
             split = read_split(split_file)
             sources = {"val": sources["val"].with_split(split_file, "val")}
@@ -307,7 +311,7 @@ def prepare_data(
                 f"Evaluating on the {len(split['val']):,} images that '{split_file}' holds out"
             )
     elif has_no_val and _holds_out(cfg, flags, task):
-        split = _read_or_make_split(cfg, flags, sources["train"], seen, resume=resume)
+        split = _read_or_make_split(cfg, flags, sources["train"], seen, start)
         split_file = Path(cfg.OUTPUT_DIR, SPLIT_FILE).absolute()
         whole = sources["train"]
         sources = {"train": whole.with_split(split_file, "train"),
@@ -323,23 +327,24 @@ def prepare_data(
         unlabelled = (UNLABELLED_SET,)
     train, test = _choose_names(cfg, flags, given)
     data = RunData(
+        task,
         train=train,
         test=test,
         unlabelled=unlabelled,
         given=tuple(given.values()),
         split=None if flags.eval_only else split,
     )
-    _check_names(data, task, eval_only=flags.eval_only)
+    _check_names(data, eval_only=flags.eval_only)
     if task is PRETRAINING:
         return data
-    names, ids = _find_classes(cfg, data, task, eval_only=flags.eval_only, resume=resume)
+    names, ids = _find_classes(cfg, data, start, eval_only=flags.eval_only)
     seen_after, shared = _compare_images(given, seen, cfg.MODEL.WEIGHTS)
     return replace(
         data,
         class_names=names,
         category_ids=ids,
-        max_objects_train=0 if flags.eval_only else count_objects(data, data.train, task),
-        max_objects_test=count_objects(data, data.test, task),
+        max_objects_train=0 if flags.eval_only else count_objects(data, data.train),
+        max_objects_test=count_objects(data, data.test),
         seen=None if flags.eval_only else seen_after,
         shared=shared,
     )
@@ -398,7 +403,7 @@ def _choose_classes(
     return {role: opened.with_classes(classes) for role, opened in sources.items()}
 
 
-def _check_sources(cfg: CfgNode, sources: Mapping[Role, OpenedSource], *, resume: bool) -> None:
+def _check_sources(cfg: CfgNode, sources: Mapping[Role, OpenedSource], start: Start) -> None:
     """Leaves out images of sources with boxes that cannot be used.
 
     A resumed run leaves out the same images as at its start. Images that have broken since then are
@@ -407,8 +412,6 @@ def _check_sources(cfg: CfgNode, sources: Mapping[Role, OpenedSource], *, resume
     Raises:
         UserError: more than ``DATASETS.MAX_LEFT_OUT`` of the images or boxes have faults.
     """
-    folder = Path(cfg.OUTPUT_DIR)
-    continues = resume and bool(name_last_checkpoint(folder))
     checked: list[Annotations] = []  # both roles may have the same annotations
     for opened in sources.values():
         annotations = opened.annotations
@@ -419,8 +422,8 @@ def _check_sources(cfg: CfgNode, sources: Mapping[Role, OpenedSource], *, resume
             annotations.account.check(cfg.DATASETS.MAX_LEFT_OUT, images_only=True)
             continue
         annotations.check()
-        if continues:
-            _leave_out_again(annotations, find_broken_images(folder))
+        if start.continues:
+            _leave_out_again(annotations, start.left_out)
         else:
             leave_out_images(annotations, cfg)
         annotations.account.check(cfg.DATASETS.MAX_LEFT_OUT)
@@ -492,9 +495,9 @@ def _read_seen(cfg: CfgNode) -> SeenImages:
     return seen
 
 
-def _find_split_of_weights(cfg: CfgNode, flags: RunFlags) -> Path | None:
+def _find_split_of_weights(cfg: CfgNode, flags: RunFlags, start: Start) -> Path | None:
     """Returns the ``split.json`` of the training of the weights, if it divides ``--data``."""
-    folder = Path(cfg.OUTPUT_DIR) if flags.resume else Path(cfg.MODEL.WEIGHTS).parent
+    folder = start.folder if start.resume else Path(cfg.MODEL.WEIGHTS).parent
     file = folder.absolute() / SPLIT_FILE
     if not file.is_file():
         return None
@@ -510,13 +513,13 @@ def _holds_out(cfg: CfgNode, flags: RunFlags, task: Task) -> bool:
 
 
 def _read_or_make_split(
-    cfg: CfgNode, flags: RunFlags, opened: OpenedSource, seen: SeenImages, *, resume: bool
+    cfg: CfgNode, flags: RunFlags, opened: OpenedSource, seen: SeenImages, start: Start
 ) -> Split:
     """Returns the split of a resumed run, or of its first stage, or makes a new one.
 
     Images that the initial weights have seen keep their side.
     """
-    if resume:
+    if start.resume:
         folder = Path(cfg.OUTPUT_DIR)
         for file in (folder / SPLIT_FILE, folder / FIRST_STAGE_FOLDER / SPLIT_FILE):
             if file.is_file():
@@ -597,13 +600,13 @@ def _choose_names(
     return train, test
 
 
-def _check_names(data: RunData, task: Task, *, eval_only: bool) -> None:
+def _check_names(data: RunData, *, eval_only: bool) -> None:
     """Checks that the data sets are registered and have files, without reading them."""
     names = data.test if eval_only else (*data.train, *data.test)
     if not names or not (eval_only or data.train):
-        raise UserError(f"the config names no data set: {task.data_flags}")
+        raise UserError(f"the config names no data set: {data.task.data_flags}")
     for name in names:
-        _check_name(name, task, is_test=name in data.test)
+        _check_name(name, data.task, is_test=name in data.test)
 
 
 def _check_name(name: str, task: Task, *, is_test: bool) -> None:
@@ -630,11 +633,11 @@ def _check_name(name: str, task: Task, *, is_test: bool) -> None:
 
 
 def _find_classes(
-    cfg: CfgNode, data: RunData, task: Task, *, eval_only: bool, resume: bool
+    cfg: CfgNode, data: RunData, start: Start, *, eval_only: bool
 ) -> tuple[Sequence[str], Sequence[int]]:
     """Returns the names of the classes, and their ids in the annotations."""
-    if task is CLASSIFICATION:
-        names = _find_folder_classes(cfg, data, eval_only=eval_only, resume=resume)
+    if data.task is CLASSIFICATION:
+        names = _find_folder_classes(cfg, data, start, eval_only=eval_only)
         return names, range(len(names))
     name = (*data.test, *data.train)[0] if eval_only else data.train[0]
     metadata = MetadataCatalog.get(name)
@@ -649,7 +652,7 @@ def _find_classes(
 
 
 def _find_folder_classes(
-    cfg: CfgNode, data: RunData, *, eval_only: bool, resume: bool
+    cfg: CfgNode, data: RunData, start: Start, *, eval_only: bool
 ) -> list[str]:
     """Returns the class names of class folders, and checks that all test sets have them.
 
@@ -658,8 +661,9 @@ def _find_folder_classes(
     """
     names: list[str] = []
     if eval_only:
-        last = name_last_checkpoint(Path(cfg.OUTPUT_DIR)) if resume else ""
-        weights = os.path.join(cfg.OUTPUT_DIR, last) if last else cfg.MODEL.WEIGHTS
+        weights = cfg.MODEL.WEIGHTS
+        if start.continues:
+            weights = str(start.folder / start.checkpoint)
         recorded = class_names_of(weights) if weights else ()
         names = list(recorded or cfg.MODEL.CLASS_NAMES)
     if not names:
@@ -704,9 +708,9 @@ def _compare_images(
     return (seen.extend(train, val) if "train" in given else None), text
 
 
-def count_objects(data: RunData, names: Sequence[str], task: Task) -> int:
+def count_objects(data: RunData, names: Sequence[str]) -> int:
     """Returns the largest number of objects in an image; equal on all processes."""
-    if task is not DETECTION:
+    if data.task is not DETECTION:
         return 0
     known = {data_set.name: data_set.max_objects for data_set in data.given}
     most = 0
@@ -723,3 +727,43 @@ def _count_objects_of(name: str) -> int:
         for index, record in enumerate(DatasetCatalog.get(name))
         for annotation in record.get("annotations", ())
     )
+
+
+def check_records(cfgs: Sequence[CfgNode], data: RunData, *, eval_only: bool) -> None:
+    """Reads the records of a run's data sets on the main process, to find errors early.
+
+    With ``DATASETS.CHECK_IMAGES``, also reads the image files of sets that no flag has given. (The
+    others are checked when they are opened.)
+
+    Args:
+        cfgs: the configs of all stages.
+        data: the data of the run.
+        eval_only: nothing is trained.
+
+    Raises:
+        UserError: a record or an image is invalid.
+    """
+    if not comm.is_main_process():
+        return
+    is_detector = data.task is DETECTION
+    names = data.test
+    if is_detector and not eval_only:
+        names = (*data.train, *data.test)
+    for name in names:
+        records = DatasetCatalog.get(name)
+        if not is_detector:
+            continue
+        for cfg in cfgs:
+            is_only_training_set = data.train == (name,)  # the sets are filtered together
+            filters = is_only_training_set and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
+            errors = find_record_errors(
+                name,
+                records,
+                num_classes=len(data.class_names),
+                filter_empty=filters,
+                mask_format=cfg.INPUT.MASK_FORMAT if cfg.MODEL.MASK_ON else None,
+                longest=min(cfg.INPUT.MAX_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TEST),
+            )
+            raise_first(errors)
+        if cfgs[-1].DATASETS.CHECK_IMAGES and name not in CUSTOM_SETS:
+            raise_first(find_image_errors(records))

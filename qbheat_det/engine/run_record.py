@@ -1,10 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""``run.json``, the record of the starts of a run, and the last checkpoint in its folder."""
+"""How a stage starts, and ``run.json``, the record of all starts of a run."""
 
 import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.utils import comm
 
+from qbheat_det.config import load_config
 from qbheat_det.core.environment import find_commit, list_versions
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
@@ -20,6 +22,87 @@ from qbheat_det.core.files import write_atomically
 RUN_FILE = "run.json"
 FIRST_STAGE_FOLDER = "first_stage"
 """Subfolder of ``OUTPUT_DIR`` in which ``SOLVER.FIRST_STAGE`` trains."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a stage starts.
+
+    Attributes:
+        folder: ``OUTPUT_DIR``.
+        resume: whether to continue the run in the folder, if there is one.
+        checkpoint: name of the last checkpoint in the folder; "" if there is none.
+        left_out: paths of the images that a resumed run has left out at its start.
+    """
+
+    folder: Path
+    resume: bool
+    checkpoint: str
+    left_out: Sequence[str] = ()
+
+    @property
+    def continues(self) -> bool:
+        """Whether the stage starts from a checkpoint."""
+        return self.resume and bool(self.checkpoint)
+
+
+def find_start(folder: Path, *, asked: bool) -> Start:
+    """Finds out how a stage starts; equal on all processes.
+
+    A stage is resumed if the user has asked for it, or after a restart by torchrun or a job queue.
+    A restart is detected if the folder has a checkpoint, and the last start in ``run.json`` had the
+    same ``--rdzv-id`` of torchrun as this one.
+
+    Raises:
+        UserError: the processes find different checkpoints.
+    """
+    last = name_last_checkpoint(folder)
+    is_restart = bool(last) and not asked and _began_in_this_launch(folder)
+    views = comm.all_gather((last, asked or is_restart))
+    main, resume = views[0]
+    others = {name for name, _ in views} - {main}
+    if resume and others:
+        raise UserError(
+            f"OUTPUT_DIR '{folder}' ends with '{main or 'nothing'}' on the first machine, but with "
+            f"'{others.pop() or 'nothing'}' on another: all must see one folder"
+        )
+    return Start(folder, resume, last, find_broken_images(folder) if resume else ())
+
+
+def check_start(start: Start, weights: str) -> None:
+    """Refuses a new run in the folder of another run, or a resumed run with other weights.
+
+    Args:
+        start: how the stage starts.
+        weights: ``MODEL.WEIGHTS`` as the user has set it; "" if not.
+
+    Raises:
+        UserError: the run did not start from ``weights``, or the folder of a new run already
+            contains a run.
+    """
+    if start.checkpoint and not start.resume:
+        raise UserError(
+            f"OUTPUT_DIR '{start.folder}' contains a run up to {start.checkpoint}: add --resume to "
+            "continue it, or name another --output"
+        )
+    if not start.resume or not weights:
+        return
+    if not start.checkpoint or weights != _initial_weights(start.folder):
+        raise UserError(
+            f"--resume continues the run in OUTPUT_DIR '{start.folder}', but MODEL.WEIGHTS "
+            f"'{weights}' starts a new one: leave one of them out"
+        )
+
+
+def _initial_weights(folder: Path) -> str:
+    path = folder / "config.yaml"
+    return load_config(path).MODEL.WEIGHTS if path.is_file() else ""
+
+
+def _began_in_this_launch(folder: Path) -> bool:
+    launch = find_launch()
+    starts = read_run_record(folder / RUN_FILE)
+    return bool(launch and starts and starts[-1].get("launch") == launch)
 
 
 def record_start(

@@ -49,12 +49,12 @@ def fit(train=(), test=(), given=(), eval_only=False, **keys):
     opts = [word for pair in {**keys, **dict(given)}.items() for word in pair]
     cfg.merge_from_list(opts)
     detectron2_logger._LOG_COUNTER.clear()  # the same message is logged again
-    data = RunData(tuple(train), tuple(test))
+    data = RunData(DETECTION, tuple(train), tuple(test))
     return fit_detection_limits(
         cfg,
         dict(given),
-        max_objects_train=0 if eval_only else count_objects(data, data.train, DETECTION),
-        max_objects_test=count_objects(data, data.test, DETECTION),
+        max_objects_train=0 if eval_only else count_objects(data, data.train),
+        max_objects_test=count_objects(data, data.test),
     )
 
 

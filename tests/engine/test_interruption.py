@@ -14,7 +14,7 @@ from detectron2.utils import comm
 
 from qbheat_det.core.errors import Interrupted, UserError, exit_on_user_error
 from qbheat_det.engine.hooks import EvalHook
-from qbheat_det.engine.resume import decide_to_resume
+from qbheat_det.engine.run_record import find_start
 from qbheat_det.engine.step import StepTrainer
 
 from . import tiny_training
@@ -190,9 +190,9 @@ def test_a_run_continues_by_itself_under_the_launch_that_began_it(
     if checkpoint:
         (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
-    assert decide_to_resume(tmp_path, asked=flag) == expected
+    assert find_start(tmp_path, asked=flag).resume == expected
     if not (checkpoint and expected):
         return
     monkeypatch.setattr(comm, "all_gather", lambda own: [own, ("", False)])
     with pytest.raises(UserError, match=str(tmp_path)):
-        decide_to_resume(tmp_path, asked=flag)
+        find_start(tmp_path, asked=flag)

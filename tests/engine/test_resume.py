@@ -19,7 +19,8 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.engine import RunFlags, assemble_evaluation
 from qbheat_det.engine.hooks import SKIPPED_FILE
 from qbheat_det.engine.logs import warn_of_weights
-from qbheat_det.engine.resume import check_same_config, check_same_images, check_start
+from qbheat_det.engine.resume import check_same_config, check_same_images
+from qbheat_det.engine.run_record import check_start, find_start
 from qbheat_det.engine.step import StepTrainer
 
 from . import tiny_training
@@ -207,12 +208,12 @@ def test_resuming_and_starting_are_never_mixed(tmp_path, files, flags, weights, 
         (tmp_path / "config.yaml").write_text("MODEL: {WEIGHTS: began.pth}")
     if "tag" in files:
         (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
-    resume = "resume" in flags
+    start = find_start(tmp_path, asked="resume" in flags)
     if not refused:
-        check_start(tmp_path, weights, resume=resume)
+        check_start(start, weights)
         return
     with pytest.raises(UserError, match=refused):
-        check_start(tmp_path, weights, resume=resume)
+        check_start(start, weights)
 
 
 def test_an_evaluation_is_of_weights_or_of_a_checkpoint(tmp_path):

@@ -10,7 +10,7 @@ from qbheat_det.api import training
 from qbheat_det.config import get_config_path, get_value, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import RunFlags, assemble_run, read_config
-from qbheat_det.engine.run import read_first_stage
+from qbheat_det.engine.run_config import read_first_stage
 
 from .test_resume import assert_same_bits
 from .tiny_training import TINY_ENCODER, read_opts, run_tool, state, words_of
@@ -131,7 +131,7 @@ def test_an_unsuitable_first_stage_is_refused(data, config, named):
         opts=["SOLVER.FIRST_STAGE", config],
     )
     with pytest.raises(UserError, match=r"SOLVER\.FIRST_STAGE") as error:
-        read_first_stage(read_config(flags, {}), flags)
+        read_first_stage(read_config(flags, {}), flags.overrides)
     assert named in str(error.value)
 
 
@@ -145,9 +145,9 @@ def test_an_unsuitable_first_stage_is_refused(data, config, named):
 )
 def test_trained_heads_and_frozen_backbones_need_no_first_stage(data, change):
     flags = RunFlags(config_file="custom/retinanet_285M_finetune.yaml", data=data)
-    assert read_first_stage(read_config(flags, {}), flags) is not None
+    assert read_first_stage(read_config(flags, {}), flags.overrides) is not None
     flags = dataclasses.replace(flags, **change)
-    assert read_first_stage(read_config(flags, {}), flags) is None
+    assert read_first_stage(read_config(flags, {}), flags.overrides) is None
 
 
 @pytest.mark.parametrize("as_flag", [True, False])
