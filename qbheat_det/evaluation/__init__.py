@@ -31,11 +31,21 @@ from .classification import (
 from .coco_matching import FastMatching, FastMatchingMaxDets
 
 __all__ = [
-    "MAX_DETECTIONS", "STANDARD_DETECTIONS", "ClassificationEvaluator", "CocoEvaluator",
-    "FastMatching", "HeldOutLossEvaluator", "build_evaluator", "choose_max_detections",
-    "complete_annotations", "count_most_objects", "find_confusions", "measure_ranks",
-    "rank_true_class", "rank_true_classes",
-]  # fmt: skip
+    "MAX_DETECTIONS",
+    "STANDARD_DETECTIONS",
+    "ClassificationEvaluator",
+    "CocoEvaluator",
+    "FastMatching",
+    "HeldOutLossEvaluator",
+    "build_evaluator",
+    "choose_max_detections",
+    "complete_annotations",
+    "count_most_objects",
+    "find_confusions",
+    "measure_ranks",
+    "rank_true_class",
+    "rank_true_classes",
+]
 
 STANDARD_DETECTIONS = 100
 """Detections per image (and class) that COCO's AP counts, if no image has more objects."""
