@@ -110,7 +110,7 @@ class CachedBackbone(Backbone):
         finally:
             self.encoder.to("cpu")
 
-    def encode(self, model: nn.Module, batch: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    def encode(self, model: nn.Module, batch: list[dict[str, Any]]) -> dict[str, Tensor]:
         """Returns the encoder's outputs by name for a batch of inputs of ``model``.
 
         The model prepares the images, so that normalization, padding and masks are the same as
@@ -121,7 +121,7 @@ class CachedBackbone(Backbone):
         # are enabled where the model enables them when it calls its backbone.
         has_gradients = model.training and not keeps_backbone_in_eval(model)
         with torch.set_grad_enabled(has_gradients):
-            outputs = self.encoder(*prepare_backbone_inputs(model, list(batch)))
+            outputs = self.encoder(*prepare_backbone_inputs(model, batch))
         return {name: outputs[name] for name in self.outputs}
 
     def _save_to_state_dict(
