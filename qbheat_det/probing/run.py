@@ -186,7 +186,15 @@ class BackboneProbe:
         self._cfg = cfg
         self._probes = list(dict.fromkeys(probes))
         self._sizes = [len(part) for part in records]
-        self._images = tuple(map(self._load, records))
+        self._images = [
+            ImageBatches(
+                part,
+                mapper=PretrainingMapper(cfg, is_train=False),
+                num_workers=cfg.DATALOADER.NUM_WORKERS,
+                shared=False,
+            )
+            for part in records
+        ]
         self._num_recalibrated = num_recalibrated
         self._memory_gb = memory_gb
         self._on_row = on_row
@@ -228,14 +236,6 @@ class BackboneProbe:
             torch.manual_seed(seed)
             backbone = self._build()
         self._probe(backbone, f"random, seed {seed}", 0)
-
-    def _load(self, records: list[dict[str, Any]]) -> ImageBatches:
-        return ImageBatches(
-            records,
-            mapper=PretrainingMapper(self._cfg, is_train=False),
-            num_workers=self._cfg.DATALOADER.NUM_WORKERS,
-            shared=False,
-        )
 
     def _build(self) -> Backbone:
         backbone = build_bare_backbone(self._cfg).to(self._cfg.MODEL.DEVICE)
