@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "qbheat_det"
 
 BASE = {"core", "config", "layers", "modeling.contracts"}
-MIDDLE = BASE | {"data", "checkpoint", "solver", "evaluation"}
+MIDDLE = BASE | {"data", "checkpoint", "solver", "evaluation", "tasks"}
 _KINDS = ("backbone", "pretrain", "detr", "dense", "retinanet", "classification")
 MODELING = {f"modeling.{name}" for name in _KINDS}
 CACHE = {"feature_cache"}
@@ -25,6 +25,7 @@ ALLOWED = {
     "checkpoint": BASE,
     "solver": BASE,
     "evaluation": BASE | {"data"},
+    "tasks": BASE | {"data", "evaluation"},
     "modeling.image_model": BASE,
     "modeling.atss": BASE,
     **dict.fromkeys(MODELING, BASE | {"modeling.backbone", "modeling.image_model"}),
@@ -39,8 +40,8 @@ ALLOWED = {
     "inference": INFERENCE,
     "export": INFERENCE,
     "analysis": INFERENCE | CACHE | {"engine"},
-    "labelling": INFERENCE | CACHE | {"analysis", "engine", "export"},
-    "api": INFERENCE | CACHE | {"analysis", "engine", "export", "labelling"},
+    "labelling": INFERENCE | CACHE | {"analysis", "api", "engine", "export"},
+    "api": INFERENCE | CACHE | {"analysis", "engine", "export"},
     "app": INFERENCE | {"analysis", "api", "engine", "labelling"},
 }
 # These collect what is below them, for registration.

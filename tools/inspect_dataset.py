@@ -31,6 +31,7 @@ Warnings do not count as errors, because training can handle such data.
 """
 
 import argparse
+import dataclasses
 import logging
 import shlex
 import sys
@@ -136,13 +137,14 @@ def inspect(args: argparse.Namespace) -> int:
     from qbheat_det.core.files import write_atomically
     from qbheat_det.data import LEFT_OUT_FILE
     from qbheat_det.engine import RunFlags
+    from qbheat_det.engine.run_data import check_flags, open_sources
 
     logging.disable(logging.WARNING)  # the summary includes what loaders and mappers log
-    flags = RunFlags.read(args)
-    flags.output = ""  # not the output folder of a training
-    cfg, recipe = load_recipe(flags)
-    sources = list_sources(cfg, flags)
-    inspections = [inspect_dataset(source, cfg) for source in sources]
+    flags = dataclasses.replace(RunFlags.from_args(args), output="")  # not that of a training
+    check_flags(flags)
+    sources = open_sources(flags)
+    cfg, recipe = load_recipe(flags, sources)
+    inspections = [inspect_dataset(source, cfg) for source in list_sources(cfg, sources)]
     account = account_for(inspections)
     errors, warnings = compare_datasets(inspections)
     errors = [*account.faults, *(error for one in inspections for error in one.errors), *errors]

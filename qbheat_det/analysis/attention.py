@@ -22,11 +22,12 @@ from tqdm import tqdm
 
 from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import MAPPERS_OF_IMAGES, build_mapper
+from qbheat_det.data import build_mapper
 from qbheat_det.inference.drawing import RGBImage
 from qbheat_det.layers import MobileFormerBlock, read_attention
 from qbheat_det.modeling.backbone import MobileFormer
 from qbheat_det.modeling.contracts import get_pixel_statistics
+from qbheat_det.tasks import DETECTION, find_task
 
 from . import plotting
 from .figures import Figure, Image, NotApplicable
@@ -223,7 +224,7 @@ def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) ->
     mapper of pre-training is used instead. S is ``size``, by default ``INPUT.PRETRAIN.SIZE``.
     """
     cfg = with_values(cfg)
-    if cfg.INPUT.DATASET_MAPPER_NAME not in MAPPERS_OF_IMAGES:
+    if find_task(cfg) is DETECTION:
         cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
     if size is not None:
         cfg.INPUT.PRETRAIN.SIZE = size
@@ -235,7 +236,7 @@ def find_size(runs: Sequence[Run], default: int) -> int:
     """Returns the image side in pixels of the first run that is no detector, or ``default``."""
     for run in runs:
         with contextlib.suppress(NotApplicable, UserError):  # reported when the run is used
-            if run.kind != "detector":
+            if run.task is not DETECTION:
                 return int(run.cfg.INPUT.PRETRAIN.SIZE)
     return default
 

@@ -27,8 +27,9 @@ from qbheat_det.config.loading import list_leaves
 from qbheat_det.core.environment import find_commit, list_versions
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
-from qbheat_det.data import MAPPERS_OF_IMAGES, fingerprint_records, load_class_folders
+from qbheat_det.data import fingerprint_records, load_class_folders
 from qbheat_det.probing.features import count_images_seen
+from qbheat_det.tasks import DETECTION, find_task
 
 from .figures import to_json
 from .run import read_metrics
@@ -160,8 +161,8 @@ def _load_objective(word: str, known: Mapping[str, str], opts: Sequence[str]) ->
     if not path or (own and name == RANDOM):  # this name is reserved for the untrained encoder
         raise UserError(f"no objective '{word}': use {', '.join(known)}, or a config file (.yaml)")
     cfg = load_config(path, opts)
-    mapper = cfg.INPUT.DATASET_MAPPER_NAME
-    if mapper not in (*MAPPERS_OF_IMAGES, "classify"):
+    if find_task(cfg) is DETECTION:
+        mapper = cfg.INPUT.DATASET_MAPPER_NAME
         raise UserError(f"'{path}' does not pre-train: INPUT.DATASET_MAPPER_NAME is '{mapper}'")
     return Objective(name, path, cfg)
 

@@ -8,10 +8,10 @@ import os
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 from detectron2.config import CfgNode
@@ -32,20 +32,19 @@ from qbheat_det.data import (
     Source,
     build_mapper,
     check_same_classes,
-    forget_annotations,
     join_accounts,
     read_annotations,
 )
 from qbheat_det.data.checks import DataError, find_record_errors
 from qbheat_det.data.datasets.account import LeftOut
-from qbheat_det.engine.data_sources import leave_out_images, open_flags
-from qbheat_det.engine.run_flags import RunFlags
+from qbheat_det.engine import RunFlags, read_config
+from qbheat_det.engine.run_data import OpenedSource, Role, leave_out_images
 from qbheat_det.evaluation import choose_max_detections
 from qbheat_det.inference.drawing import RGBImage, draw_instances
+from qbheat_det.tasks import find_task_of_data
 
 from .plotting import add_heading, tile_images
 
-Role = Literal["train", "val"]
 _TINY_SIDE = 8  # in pixels at the network's input: the stride of the finest level of most heads
 _CLASSES_SHOWN, _ERRORS_SHOWN = 40, 10  # number of classes, and of errors of each kind
 _COCO_SIZES = (32.0, 96.0)  # square root of the area that separates small, medium and large boxes
@@ -57,7 +56,8 @@ class DatasetSource:
 
     name: str
     role: Role
-    source: Source | None = None  # its annotations and images; None if ``name`` is registered
+    source: Source | None = None  # None if ``name`` is registered
+    annotations: Annotations | None = field(default=None, repr=False)  # content of ``source``
 
 
 @dataclass(frozen=True)
@@ -82,33 +82,35 @@ def list_objects(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [one for one in record.get("annotations", ()) if not one.get("iscrowd", 0)]
 
 
-def load_recipe(flags: RunFlags) -> tuple[CfgNode, str]:
-    """Returns the config of a training with these flags, and its name.
+def load_recipe(flags: RunFlags, sources: Mapping[Role, OpenedSource]) -> tuple[CfgNode, str]:
+    """Returns the config of a training with these flags and opened sources, and its name.
 
     For data sets that only ``opts`` name, training has no default, and Detectron2's is returned.
     Raises a ``UserError`` if the config is invalid.
     """
     if not (flags.config_file or flags.data or flags.images):
-        return load_config(None, flags.opts), "Detectron2's defaults"
-    weights = flags.overrides.get("MODEL.WEIGHTS", "")
-    return flags.load_config(), flags.config_file or weights or flags.name_default_config()
+        return load_config(None, [str(word) for word in flags.opts]), "Detectron2's defaults"
+    cfg = read_config(flags, sources)
+    name = flags.config_file or flags.overrides.get("MODEL.WEIGHTS", "")
+    return cfg, name or find_task_of_data(sources["train"].source).recipe
 
 
-def list_sources(cfg: CfgNode, flags: RunFlags) -> list[DatasetSource]:
-    """Returns the datasets in the flags, or else in the config. Training datasets come first.
+def list_sources(cfg: CfgNode, sources: Mapping[Role, OpenedSource]) -> list[DatasetSource]:
+    """Returns the opened datasets, or else those of the config. Training datasets come first.
 
-    Raises a ``UserError`` if flags contradict each other, data have no boxes, or there is no
-    dataset.
+    Raises a ``UserError`` if data have no boxes, or there is no dataset.
     """
-    forget_annotations()
-    parts, roles = open_flags(flags, "boxes"), get_args(Role)
-    sources = [DatasetSource(role, role, parts[role]) for role in roles if role in parts]
-    if not sources:
-        sources = [DatasetSource(name, "train") for name in cfg.DATASETS.TRAIN]
-        sources += [DatasetSource(name, "val") for name in cfg.DATASETS.TEST]
-    if not sources:
+    listed = []
+    for role, opened in sources.items():
+        if opened.annotations is None:
+            raise UserError(f"'{opened.source.path}' has no boxes, but boxes are needed here")
+        listed.append(DatasetSource(role, role, opened.source, opened.annotations))
+    if not listed:
+        listed = [DatasetSource(name, "train") for name in cfg.DATASETS.TRAIN]
+        listed += [DatasetSource(name, "val") for name in cfg.DATASETS.TEST]
+    if not listed:
         raise UserError("the config names no dataset: use --data")
-    return sources
+    return listed
 
 
 def inspect_dataset(source: DatasetSource, cfg: CfgNode) -> Inspection:
@@ -121,7 +123,7 @@ def inspect_dataset(source: DatasetSource, cfg: CfgNode) -> Inspection:
     """
     named = source.source or _locate(source)
     try:
-        content = read_annotations(named)
+        content = source.annotations or read_annotations(named)
         leave_out_images(content, cfg)
     except UserError as error:
         unusable = DataError("annotations that cannot be used", named.path, str(error))

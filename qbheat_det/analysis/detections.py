@@ -23,6 +23,7 @@ from qbheat_det.data.images import read_image
 from qbheat_det.engine.trainer import Trainer
 from qbheat_det.inference.drawing import Color, RGBImage, draw_boxes, get_class_color
 from qbheat_det.modeling.contracts import TILE
+from qbheat_det.tasks import DETECTION
 
 from . import detection_metrics as metrics
 from . import plotting
@@ -82,15 +83,16 @@ def draw_detections(
         UserError: ``data`` is invalid or has no boxes.
     """
     if data:
-        source = open_source(data, str(options.images or ""))
-        if not source.has_boxes:
+        opened = open_source(data, str(options.images or ""))
+        if not opened.has_boxes:
             raise UserError(f"'{data}' has no boxes")
-        register_source(data, source.val or source.train)
+        source = opened.val or opened.train
+        register_source(data, source, annotations=opened.annotations[source.part])
     sets: list[DetectionSet] = []
     read: list[set[int]] = []  # the ids of the images that each run could read
 
     def evaluate(run: Run) -> RunDetections:
-        run.require_kind("detector")
+        run.require_task(DETECTION)
         dataset = read_set(data or run.find_set("test"))
         # Converted data sets have a file for each run, so compare the contents.
         if sets and (dataset.image_root, dataset.content) != (sets[0].image_root, sets[0].content):

@@ -26,6 +26,7 @@ from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone, get_enco
 from qbheat_det.modeling.pretrain import ReconstructionModel
 from qbheat_det.probing import find_feature
 from qbheat_det.probing.features import recalibrate_bn
+from qbheat_det.tasks import DETECTION, PRETRAINING
 
 from . import plotting
 from .attention import batch_images, crop_squares, find_size
@@ -98,7 +99,7 @@ def draw_reconstructions(runs: Sequence[Run], options: FigureOptions) -> Figure:
     """Draws one grid per run: input, visible part and reconstruction of each view."""
 
     def compute(run: Run, files: list[str]) -> Reconstructions:
-        run.require_kind("pretraining")
+        run.require_task(PRETRAINING)
         if not isinstance(model := run.model, ReconstructionModel):
             raise NotApplicable(f"{type(model).__name__} has no decoder to pixels")
         entries = crop_squares(run.cfg, files)
@@ -226,13 +227,13 @@ def _correlate(run: Run, wanted: str | None, files: Sequence[str], size: int) ->
     if backbone is None:
         raise NotApplicable(f"{type(run.model).__name__} has no backbone")
     encoder = get_encoder(backbone)
-    if wanted is None and run.kind != "detector":
+    if wanted is None and run.task is not DETECTION:
         name = cast(FixedSizeModel, run.model).in_feature
     else:  # by default, the coarsest feature map of a detector
         name = find_feature(encoder, wanted or "")
     entries = crop_squares(run.cfg, files, size)
     info = info_of(str(run.weights))
-    untrained = info is not None and info.iteration <= 0 and run.kind != "detector"
+    untrained = info is not None and info.iteration <= 0 and run.task is not DETECTION
     if untrained and any(isinstance(module, BN_MODULE_TYPES) for module in encoder.modules()):
         encoder, keys = copy.deepcopy(encoder), run.cfg.MODEL
         images = [entry["image"] for entry in entries]

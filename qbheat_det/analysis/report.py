@@ -117,7 +117,7 @@ def describe_runs(runs: Iterable[Run]) -> Table:
         with contextlib.suppress(NotApplicable, UserError):
             weights = run.weights.name
         with contextlib.suppress(NotApplicable, UserError):
-            kind, model = run.kind, run.cfg.MODEL.META_ARCHITECTURE
+            kind, model = run.task.name, run.cfg.MODEL.META_ARCHITECTURE
             backbone = run.cfg.MODEL.BACKBONE.NAME
         rows.append((run.label, kind, model, backbone, weights, number, epochs))
     return Table(("Run", "For", "Model", "Backbone", "Weights", "Steps", "Epochs"), rows)

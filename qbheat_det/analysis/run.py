@@ -27,19 +27,17 @@ from qbheat_det.data import (
     read_split,
     register_source,
 )
-from qbheat_det.engine.resume import RUN_FILE, name_last_checkpoint, read_run_record
-from qbheat_det.engine.run_flags import find_job
+from qbheat_det.engine.run_record import RUN_FILE, name_last_checkpoint, read_run_record
 from qbheat_det.inference.predict import build_predictor
+from qbheat_det.tasks import Task, find_task
 
 from .figures import Figure, Image, NotApplicable, Table
 
 logger = logging.getLogger(__name__)
-Kind = Literal["pretraining", "detector", "classifier"]
 Split = Literal["test", "train"]
 Found = TypeVar("Found")
 Entries = list[dict[str, Any]]
 
-_KINDS: dict[str, Kind] = {"boxes": "detector", "classes": "classifier", "images": "pretraining"}
 _FINAL = ("model_final.safetensors", "model_final.pth")
 _MAX_TRIED = 10  # consecutive unreadable images before a position is skipped
 _RUN_FILES = ("config.yaml", "metrics.json", "last_checkpoint", *_FINAL)
@@ -117,14 +115,14 @@ class Run:
         return model.eval().requires_grad_(False)
 
     @property
-    def kind(self) -> Kind:
+    def task(self) -> Task:
         """The task of the model. Raises the errors of ``cfg``."""
-        return _KINDS[find_job(self.cfg)]
+        return find_task(self.cfg)
 
-    def require_kind(self, kind: Kind) -> None:
-        """Raises ``NotApplicable`` if the task of the model is not ``kind``."""
-        if self.kind != kind:
-            raise NotApplicable(f"'{self.label}' is a {self.kind} run, not a {kind} run")
+    def require_task(self, task: Task) -> None:
+        """Raises ``NotApplicable`` if the run is for another task."""
+        if self.task is not task:
+            raise NotApplicable(f"'{self.label}' is a {self.task.name} run, not a {task.name} run")
 
     def find_set(self, split: Split) -> str:
         """Registers the run's first dataset of a split (see ``run.json``), and returns its name.

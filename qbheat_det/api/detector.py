@@ -186,7 +186,7 @@ class Detector(Trained):
             UserError: the data are invalid, their classes differ from the detector's classes, or
                 the detector is exported or deployed.
         """
-        from qbheat_det.engine import RunFlags, build_config, evaluate
+        from qbheat_det.engine import RunFlags, assemble_evaluation, evaluate
 
         self._require_weights("evaluate", deployed=False)
         with tempfile.TemporaryDirectory(prefix="qbheat_evaluate_") as folder:
@@ -199,7 +199,7 @@ class Detector(Trained):
                 tile=tile,
                 opts=["MODEL.DEVICE", self.cfg.MODEL.DEVICE],
             )
-            return evaluate(build_config(flags))["bbox"]
+            return evaluate(assemble_evaluation(flags).cfg)["bbox"]
 
     @names_mistakes(_TRAIN_MISTAKES)
     def train(
@@ -230,10 +230,9 @@ class Detector(Trained):
         """
         # Prediction needs neither the engine nor the analysis.
         from qbheat_det.analysis.run import Run
-        from qbheat_det.engine import RunFlags, build_config, setup
-        from qbheat_det.engine.logs import removes_empty_run
+        from qbheat_det.engine import RunFlags, assemble_run
 
-        from .training import train
+        from .training import train_run
 
         self._require_weights("train", deployed=False)
         folder = Path(output) if output is not None else _find_free(Path(get_cfg().OUTPUT_DIR))
@@ -253,10 +252,7 @@ class Detector(Trained):
             asked = RunFlags(**paths, opts=opts, **flags)
         except TypeError as error:
             raise UserError(f"Detector.train: {error}") from error
-        own = build_config(asked)
-        setup(own, asked)
-        with removes_empty_run(folder):
-            train(own)
+        train_run(assemble_run(asked))
         run = Run.open(folder, device=self.cfg.MODEL.DEVICE)
         cfg = load_run_config(str(run.path), device=self.cfg.MODEL.DEVICE)
         self._predictor, self.cfg = build_predictor(cfg), cfg

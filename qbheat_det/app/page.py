@@ -191,7 +191,7 @@ def _build_results() -> list[Any]:
 
 
 def _build_encoder(models: Models, folder: Path) -> None:
-    labels = sorted(models.kinds, key=lambda label: models.kinds[label] != "pretraining")
+    labels = sorted(models.tasks, key=lambda label: models.tasks[label] != "pretraining")
     with gr.Row():
         with gr.Column(scale=1, min_width=300):
             file = gr.File(label="Image", file_types=list(IMAGE_SUFFIXES), height=180)

@@ -19,12 +19,13 @@ import PIL.Image
 
 from qbheat_det.analysis import load_figures
 from qbheat_det.analysis.figures import NotApplicable
-from qbheat_det.analysis.run import FigureOptions, Kind, Run
+from qbheat_det.analysis.run import FigureOptions, Run
 from qbheat_det.api import Detections, Detector, load
 from qbheat_det.core.errors import UserError
 from qbheat_det.inference.images import Image, UnreadableImage, decode_image
 from qbheat_det.inference.results import Predictions
 from qbheat_det.model_zoo.index import find_entry, get_address, list_entries
+from qbheat_det.tasks import DETECTION
 
 MAX_FILES, MAX_BYTES, MAX_PIXELS = 20, 50 * 2**20, 50_000_000
 LOWEST_SCORE = 0.05
@@ -124,26 +125,23 @@ def remove_old_files(folder: Path, age: float) -> None:
             path.rmdir() if path.is_dir() else path.unlink()
 
 
-_KINDS: dict[str, Kind] = {"detection": "detector", "pretraining": "pretraining"}  # by task
-
-
 class Models:
     """The models that the page offers: those on the command line and those in the model zoo.
 
-    ``kinds`` maps the display name of each model to its kind, with the user's own models first, and
-    ``places`` to the path or address of its weights.
-    Models are opened at first use, and the last two of each kind stay open.
+    ``tasks`` maps the display name of each model to the name of its task, with the user's own
+    models first, and ``places`` to the path or address of its weights. Models are opened at first
+    use, and the last two of each kind stay open.
     """
 
     def __init__(self, weights: Sequence[str] = (), *, device: str | None = None) -> None:
         """``weights`` are files, folders of runs or model zoo names, see ``serve``."""
-        self.kinds: dict[str, Kind] = {}
+        self.tasks: dict[str, str] = {}
         self.places: dict[str, str] = {}
         self._device = device
         for name in weights:
             if Path(name).exists():
                 run = Run.open(name)
-                self._add(run.label, str(run.weights), run.kind)
+                self._add(run.label, str(run.weights), run.task.name)
             else:
                 self._add_entry(name)
         # QB-Heat comes first, because only QB-Heat has reconstructions. timm's encoders are left
@@ -156,14 +154,14 @@ class Models:
 
     def list_detectors(self) -> list[str]:
         """Returns the display names of the detectors."""
-        return [label for label, kind in self.kinds.items() if kind == "detector"]
+        return [label for label, task in self.tasks.items() if task == DETECTION.name]
 
     def _add_entry(self, name: str) -> None:
         entry = find_entry(name)
-        self._add(entry.name, get_address(entry.name), _KINDS.get(entry.task, "classifier"))
+        self._add(entry.name, get_address(entry.name), entry.task)
 
-    def _add(self, label: str, place: str, kind: Kind) -> None:
-        self.kinds.setdefault(label, kind)
+    def _add(self, label: str, place: str, task: str) -> None:
+        self.tasks.setdefault(label, task)
         self.places.setdefault(label, place)
 
     def _open_detector(self, label: str) -> Detector:

@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,12 @@ from qbheat_det.feature_cache.store import VIEWS_PER_FILE, AllViews, Encode, Fea
 
 from .hooks import EvalHook, PeriodicCheckpointer, TrainingRun
 from .logs import describe_model, filter_detectron2_logs
+from .run import Stage
 from .trainer import Trainer
 
 _SUFFIX = "_dry_run"
 _NUM_TEST_IMAGES = 6
-ADVICE = "A lower SOLVER.EPOCHS at the end of the command makes the run shorter."
+_ADVICE = "A lower SOLVER.EPOCHS at the end of the command makes the run shorter."
 _TOO_SMALL = {
     "Disk": "The disk is too small: lower SOLVER.CHECKPOINTS_KEPT or free some space.",
     "Cache": "The disk of the cache is too small: lower INPUT.FIXED_VIEWS.COUNT, or set "
@@ -83,6 +84,16 @@ class DryRunReport:
         return "\n".join([*lines, "Larger images take more memory and time."])
 
 
+def print_forecasts(stages: Sequence[Stage], build_trainer: Callable[[CfgNode], Trainer]) -> None:
+    """Prints the forecast of each stage of a run on the main process."""
+    texts = []
+    for stage in stages:
+        report = dry_run(stage.cfg, build_trainer)
+        texts += [stage.title, str(report)]
+    if comm.is_main_process():
+        print("\n\n".join(text for text in [*texts, _ADVICE] if text))
+
+
 def dry_run(
     cfg: CfgNode, build_trainer: Callable[[CfgNode], Trainer], *, num_steps: int = 3
 ) -> DryRunReport:
@@ -112,7 +123,8 @@ def dry_run(
         planned, iterations = trainer.cfg, trainer.max_iter
         trainer.resume_or_load(resume=False)
         cache = _Rehearsal(folder, test_scale=num_images / max(1, num_tried))
-        if features := trainer.cached_features or trainer.teacher:
+        features = trainer.cached_features or trainer.targets
+        if features:
             features.fill = cache.encode
         timer = _Timer(trainer)
         trainer.max_iter = min(iterations, num_steps)

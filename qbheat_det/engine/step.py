@@ -62,7 +62,7 @@ class StepTrainer(SimpleTrainer):
         precision: torch.dtype | None = None,
         seed: int = 0,
         log_period: int = 20,
-        teacher: Callable[[Sequence[BatchedInputs]], None] | None = None,
+        mean_teacher: Callable[[Sequence[BatchedInputs]], None] | None = None,
     ) -> None:
         """
         Args:
@@ -75,7 +75,7 @@ class StepTrainer(SimpleTrainer):
             seed: seed for randomness in the model, such as dropout.
             log_period: iterations between two logs of the model's metrics and the gradient norm,
                 which need a device synchronization.
-            teacher: adds targets to the micro-batches of a step; see ``MeanTeacher``.
+            mean_teacher: adds pseudo labels to the micro-batches of a step; see ``MeanTeacher``.
         """
         super().__init__(model, data_loader, optimizer)
         self.batch_size = batch_size
@@ -83,8 +83,9 @@ class StepTrainer(SimpleTrainer):
         self.precision = precision
         self.seed = seed
         self.log_period = log_period
-        self._teacher = teacher
-        self.asked_to_stop = self.stops = False
+        self._mean_teacher = mean_teacher
+        self.asked_to_stop = False
+        self.stops = False
         self._bare = model.module if isinstance(model, DistributedDataParallel) else model
         self._device = next(model.parameters()).device
         # Detectron2's figures of training images need boxes on the CPU.
@@ -108,8 +109,8 @@ class StepTrainer(SimpleTrainer):
             )
         batches = cut(share, self.accumulate)
         seed_step(self.seed, self.iter, comm.get_rank())
-        if self._teacher:
-            self._teacher(batches)
+        if self._mean_teacher:
+            self._mean_teacher(batches)
         normalizers = self._loss_normalizers(batches)
         logged: dict[str, float] = {}
         self.optimizer.zero_grad()
@@ -117,7 +118,8 @@ class StepTrainer(SimpleTrainer):
         for index, batch in enumerate(batches):
             with self._average_gradients(index == len(batches) - 1):
                 losses = self._compute_losses(batch, normalizers)
-                if (weight := self._loss_weight(batch)) != 1:
+                weight = self._loss_weight(batch)
+                if weight != 1:
                     losses = {name: loss * weight for name, loss in losses.items()}
                 reading = LossReading(losses, asked_to_stop=self.asked_to_stop)
                 self.grad_scaler.scale(torch.stack(list(losses.values())).sum()).backward()

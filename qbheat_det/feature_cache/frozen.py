@@ -25,7 +25,6 @@ from torchvision.ops import StochasticDepth
 from qbheat_det.config import find_memory_format, get_value
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
-    MAPPERS_OF_CLASSES,
     DataError,
     FixedViews,
     ImageBatches,
@@ -33,11 +32,8 @@ from qbheat_det.data import (
     StrongViews,
     TrainStream,
     build_mapper,
-    load_classes,
-    load_test_set,
     number_records,
 )
-from qbheat_det.data.image_batches import BATCH_SIZE
 from qbheat_det.data.mappers import VIEW_ROW, choose_view
 from qbheat_det.modeling.contracts import (
     TILE,
@@ -48,6 +44,7 @@ from qbheat_det.modeling.contracts import (
     get_in_features,
     keeps_backbone_in_eval,
 )
+from qbheat_det.tasks import find_task
 
 from .cache_key import check_cache_config, open_store
 from .cached_backbone import OFF, CachedBackbone
@@ -115,7 +112,7 @@ class CachedFeatures:
         self._cfg = cfg
         self._model = model
         self._backbone = backbone
-        self._has_classes = cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
+        self._task = find_task(cfg)
         self.fill = fill
         self._views: dict[str, FixedViews] = {}
         self._tests: dict[str, tuple[Sequence[dict[str, Any]], CachedViews]] = {}
@@ -155,8 +152,7 @@ class CachedFeatures:
         return ImageBatches(
             records,
             mapper=mapper,
-            # Detectors evaluate one image at a time.
-            batch_size=BATCH_SIZE if self._has_classes else 1,
+            batch_size=self._task.batch_size,
             num_workers=cfg.DATALOADER.NUM_WORKERS,
         )
 
@@ -175,10 +171,7 @@ class CachedFeatures:
     def _cache_test_sets(self) -> None:
         cfg = self._cfg
         for name in cfg.DATASETS.TEST:
-            if self._has_classes:
-                records = load_classes([name], cfg.MODEL.CLASS_NAMES)
-            else:
-                records = load_test_set(cfg, name)
+            records = self._task.load_test_set(cfg, name)
             # Forked workers share one serialized array instead of copying records.
             numbered: Any = DatasetFromList(number_records(records), copy=False, serialize=True)
             views = FixedViews(build_mapper(cfg, is_train=False), count=1)
@@ -210,11 +203,9 @@ class CachedFeatures:
         if is_train:
             num_parts = comm.get_world_size() * self._cfg.SOLVER.ACCUMULATE
             batch_size = max(1, self._cfg.SOLVER.IMS_PER_BATCH // num_parts)
-            at_once = min(VIEWS_PER_FILE, batch_size)
-        elif self._has_classes:
-            at_once = VIEWS_PER_FILE
-        else:  # detectors evaluate one image at a time
-            at_once = 1
+        else:
+            batch_size = self._task.batch_size
+        at_once = min(VIEWS_PER_FILE, batch_size)
         was_training = self._model.training
         self._model.train(is_train)  # attention rounds differently in each mode
         try:

@@ -22,12 +22,12 @@ from qbheat_det.data import (
     FixedViews,
     ImageBatches,
     TrainStream,
-    build_image_batches,
     build_mapper,
     number_records,
 )
 from qbheat_det.data.mappers import VIEW_ROW, choose_view
 from qbheat_det.modeling.backbone.timm_backbone import Teacher
+from qbheat_det.tasks import PRETRAINING
 
 from .cache_key import check_cache_config, open_store
 from .encoding import encode_images
@@ -104,7 +104,7 @@ class TeacherFeatures:
     def build_test_loader(self, cfg: CfgNode, dataset_name: str) -> ImageBatches:
         """Returns this process's share of a test set, with "targets" as in ``TargetViews``."""
         self._prepare_test_set(dataset_name)
-        return build_image_batches(cfg, dataset_name, mapper=self._tests[dataset_name])
+        return PRETRAINING.build_test_loader(cfg, dataset_name, mapper=self._tests[dataset_name])
 
     def _prepare_test_set(self, name: str) -> None:
         if name not in self._tests:

@@ -29,8 +29,6 @@ from qbheat_det.checkpoint import (
 from qbheat_det.config import get_cfg, with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
-    MAPPERS_OF_CLASSES,
-    MAPPERS_OF_IMAGES,
     build_mapper,
     check_tile,
     list_tiles,
@@ -42,6 +40,7 @@ from qbheat_det.model_zoo.sources import open_trained
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.modeling.backbone.timm_backbone import list_outputs
 from qbheat_det.modeling.contracts import get_backbone, normalise_pixels
+from qbheat_det.tasks import CLASSIFICATION, DETECTION, PRETRAINING, find_task
 
 from .exported import EXPORTED_SUFFIXES
 from .images import Image, NamedImage, UnreadableImage, run_by_shape
@@ -103,7 +102,7 @@ def build_detector(cfg: CfgNode) -> BatchPredictor:
 
     Raises a ``UserError`` if the weights are of a pre-training model, or do not fit the config.
     """
-    if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES and not is_classifier(cfg):
+    if find_task(cfg) is PRETRAINING:
         raise UserError(
             f"'{cfg.MODEL.WEIGHTS}' are weights of pre-training ({cfg.MODEL.META_ARCHITECTURE}), "
             "which predict neither boxes nor classes: train a detector or a classifier on them"
@@ -151,7 +150,7 @@ def check_elongation(image: NamedImage, cfg: CfgNode) -> None:
 
 def is_classifier(cfg: CfgNode) -> bool:
     """Returns whether the model of a config is an image classifier."""
-    return cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
+    return find_task(cfg) is CLASSIFICATION
 
 
 def build_scorer(model: nn.Module, cfg: CfgNode) -> Callable[[str | Path], Scores]:
@@ -220,7 +219,7 @@ def open_encoder(name: str, device: str | None = None) -> tuple[nn.Module, CfgNo
 
 def is_encoder(name: str, cfg: CfgNode) -> bool:
     """Returns whether weights are of a backbone, a pre-training model or a classifier."""
-    return holds_backbone_alone(name) or cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES
+    return holds_backbone_alone(name) or find_task(cfg) is not DETECTION
 
 
 def is_timm(name: str) -> bool:

@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from qbheat_det.api.training import train_afresh
 from qbheat_det.checkpoint import find_weights, load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import replace_folders, write_atomically
 from qbheat_det.data import SeenImages, fingerprint_images
 from qbheat_det.data.datasets.splits import choose_val, group_by_rarest_class
-from qbheat_det.engine import RunFlags, train_afresh
+from qbheat_det.engine import RunFlags
 from qbheat_det.engine.run_flags import FREEZE_ALL
 from qbheat_det.export import export_backbone
 

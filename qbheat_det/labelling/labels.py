@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record, write_atomically
-from qbheat_det.data import Annotations, forget_annotations, open_source, read_annotations
+from qbheat_det.data import Annotations, open_source
 from qbheat_det.data.datasets.annotations import is_inside
 
 Kind = Literal["missing", "location", "class"]
@@ -108,8 +108,7 @@ def open_labels(data: str, images: str = "", max_left_out: float | None = None) 
     opened = open_source(data, images)
     if not opened.has_boxes:
         raise UserError(f"'{data}' has no images with boxes")
-    forget_annotations()
-    file = read_annotations(opened.train)
+    file = opened.annotations[opened.train.part]
     file.check()
     file.account.check(max_left_out)
     if len(file.images) < _MIN_IMAGES:

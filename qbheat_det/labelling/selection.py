@@ -23,10 +23,8 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     Account,
     DataSource,
-    forget_annotations,
     join_accounts,
     open_source,
-    read_annotations,
 )
 from qbheat_det.data.datasets.sources import forget_source, register_source
 from qbheat_det.inference.files import get_predictor, open_weights, predict_images
@@ -248,13 +246,12 @@ def list_labelled(
     The images of a label file are searched next to it, and then in each of the ``folders``.
     """
     roots = [folder for folder in folders if os.path.isdir(folder) and os.path.isfile(data)]
-    forget_annotations()
     errors: list[UserError] = []
     found: list[tuple[int, DataSource, Account]] = []
     for root in ["", *roots]:
         try:
             source = open_source(data, root)
-            account = read_annotations(source.train).account if source.has_boxes else Account()
+            account = source.account or Account()
         except UserError as error:
             errors.append(error)
             continue
@@ -273,7 +270,8 @@ def _list_images(source: DataSource) -> list[str]:
     files: list[str] = []
     for part in filter(None, (source.train, source.val)):
         try:
-            register_source(_SET, part.without_labels())
+            annotations = source.annotations.get(part.part)
+            register_source(_SET, part.without_labels(), annotations=annotations)
             files += [str(record["file_name"]) for record in DatasetCatalog.get(_SET)]
         finally:
             forget_source(_SET)

@@ -16,11 +16,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from qbheat_det.analysis import plotting
+from qbheat_det.api.training import train_afresh
 from qbheat_det.checkpoint import find_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record, replace_folders, write_atomically
-from qbheat_det.data import Annotations, open_source, read_annotations
-from qbheat_det.engine import RunFlags, train_afresh
+from qbheat_det.data import Annotations, open_source
+from qbheat_det.engine import RunFlags, read_config
 
 from .coverage import COVERING, choose_balanced, cover, unit_vectors
 from .embedding import embed_images
@@ -123,7 +124,7 @@ def _make_flags(
         output=str(folder / "run"),
         opts=opts,
     )
-    flags.load_config()  # a wrong key is found before features are computed
+    read_config(flags, {})  # a wrong key is found before features are computed
     return flags
 
 
@@ -161,13 +162,16 @@ def _open_boxes(
         raise UserError(f"'{data}' has no boxes or no validation part: add --val")
     if unknown := {*strategies} - {*COVERING, BALANCED}:
         raise UserError(f"there is no strategy '{unknown.pop()}'")
-    file = read_annotations(opened.train)
+    file = opened.annotations[opened.train.part]
     file.check()
     if not budgets or budgets[0] < 1 or budgets[-1] > len(file.images):
         most = f"{len(file.images):,}, the number of images in '{data}'"
         raise UserError(f"budgets are {budgets}, but must be from 1 to {most}")
-    source = open_source(val, likely_root=images) if val else opened
-    evaluated = read_annotations(source.val or source.train)
+    val_data = open_source(val, likely_root=images) if val else opened
+    source = val_data.val or val_data.train
+    if not source.has_boxes:
+        raise UserError(f"'{val}' has no boxes")
+    evaluated = val_data.annotations[source.part]
     evaluated.check()
     return file, evaluated
 

@@ -16,6 +16,7 @@ from qbheat_det.analysis.figures import Figure, Image, NotApplicable, Table
 from qbheat_det.analysis.report import FigureResult, write_page
 from qbheat_det.analysis.run import FigureOptions, Run, choose_images, open_runs, run_each
 from qbheat_det.core.errors import UserError
+from qbheat_det.tasks import CLASSIFICATION, DETECTION
 from tests.tool_modules import load_tool, refuse
 
 from ..engine.tiny_detectors import make_probe_config, make_retinanet_config, save_run
@@ -29,7 +30,7 @@ def test_a_folder_gives_its_final_or_last_checkpoint_config_and_metrics(tmp_path
     (tmp_path / "mine" / "metrics.json").write_text(odd + lines, encoding="latin-1")
     run = Run.open(tmp_path / "mine", device="cpu")
     assert (run.label, run.folder) == ("mine", tmp_path / "mine")
-    assert (run.kind, str(run.weights)) == ("detector", weights)
+    assert (run.task, str(run.weights)) == (DETECTION, weights)
     assert run.metrics == [{"iteration": 9, "lr": 0.1}]
     assert run.cfg.OUTPUT_DIR == str(tmp_path / "mine")
     stored = torch.load(weights, weights_only=True)["model"]
@@ -37,9 +38,9 @@ def test_a_folder_gives_its_final_or_last_checkpoint_config_and_metrics(tmp_path
     assert run.model is run.model
     assert not run.model.training
     assert not any(parameter.requires_grad for parameter in run.model.parameters())
-    run.require_kind("detector")
+    run.require_task(DETECTION)
     with pytest.raises(NotApplicable, match="mine"):
-        run.require_kind("classifier")
+        run.require_task(CLASSIFICATION)
 
     weights = Path(save_run(make_probe_config(), tmp_path / "run"))
     weights.rename(tmp_path / "run" / "model_0000009.pth")
@@ -47,7 +48,7 @@ def test_a_folder_gives_its_final_or_last_checkpoint_config_and_metrics(tmp_path
     assert Run.open(tmp_path / "run").weights.name == "model_0000009.pth"
     (tmp_path / "run" / "model_0000009.pth").unlink()
     young = Run.open(tmp_path / "run", device="cpu")
-    assert young.kind == "detector"
+    assert young.task is DETECTION
     with pytest.raises(NotApplicable, match="run"):
         _ = young.model
 

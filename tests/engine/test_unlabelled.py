@@ -13,14 +13,14 @@ from PIL import Image
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data.unlabelled import add_noise, build_strong_colours
-from qbheat_det.engine import Trainer, build_config
+from qbheat_det.engine import Trainer
 from qbheat_det.engine.mean_teacher import SemiSupervisedEvalHook
 from qbheat_det.modeling.contracts import STRONG, UNLABELLED
 from tests.toy_set import draw_toy_set
 
 from . import tiny_training
 from .test_resume import assert_same_bits, break_at, comparable
-from .tiny_training import MF_DETR, losses, read_opts, state
+from .tiny_training import MF_DETR, build_config, losses, read_opts, state
 
 SEMI = read_opts("SOLVER.MAX_ITER 5 MODEL.SEMI.BURN_IN 0.2 MODEL.SEMI.RATIO 2 TEST.EVAL_PERIOD 4")
 FROZEN = read_opts("""

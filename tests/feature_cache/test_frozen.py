@@ -13,7 +13,7 @@ from torchvision.ops import StochasticDepth
 from qbheat_det.checkpoint.weights_file import read_weights_file
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine import Trainer, build_config, evaluate
+from qbheat_det.engine import Trainer, evaluate
 from qbheat_det.feature_cache import (
     CachedBackbone,
     CachedFeatures,
@@ -23,6 +23,7 @@ from qbheat_det.feature_cache import (
 from qbheat_det.feature_cache.frozen import check_frozen
 from qbheat_det.modeling.contracts import prepare_backbone_inputs
 from tests.engine import tiny_training
+from tests.engine.tiny_training import build_config
 
 FROZEN = {
     "MODEL.BACKBONE.FREEZE_AT": "5",

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import FixedViews, build_mapper
-from qbheat_det.engine import Trainer, build_config, evaluate
+from qbheat_det.engine import Trainer, evaluate
 from qbheat_det.engine.dry_run import dry_run
 from qbheat_det.feature_cache import TeacherFeatures
 from qbheat_det.modeling.contracts import get_views
 from qbheat_det.modeling.pretrain.distillation import feature_loss
 from tests.engine.tiny_pretraining import OPTS, make_folder
-from tests.engine.tiny_training import parse_run, start_run, state
+from tests.engine.tiny_training import build_config, parse_run, start_run, state
 
 RECIPE = "configs/custom/distill_285M_cpu.yaml"
 TEACHER = "mobilenetv3_small_050"
