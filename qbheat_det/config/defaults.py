@@ -282,48 +282,6 @@ _KEYS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Maps removed keys to the only value that is still supported. Weights of earlier versions have
-# these keys in their configs.
-RETIRED: dict[str, object] = {
-    "DATALOADER.CACHE_GB": 20.0,
-    "DATALOADER.RETRY_SECONDS": 300.0,
-    "DATALOADER.SHUFFLE_SHARDS": 32,
-    "INPUT.PRETRAIN.MEMORY_GB": 4.0,
-    "INPUT.PRETRAIN.RATIO": [3 / 4, 4 / 3],
-    "INPUT.TWO_VIEWS.BLUR_PROBABILITY": 0.5,
-    "INPUT.TWO_VIEWS.BLUR_SIGMA": [0.1, 2.0],
-    "INPUT.TWO_VIEWS.GREY_PROBABILITY": 0.2,
-    "INPUT.TWO_VIEWS.JITTER": [0.4, 0.4, 0.4, 0.1],
-    "INPUT.TWO_VIEWS.JITTER_PROBABILITY": 0.8,
-    "MODEL.ACTIVATION_CHECKPOINTING": False,
-    "MODEL.MF_DETR.DEEP_SUPERVISION": True,
-    "MODEL.MF_DETR.DENOISING.BOX_NOISE": 0.4,
-    "MODEL.MF_DETR.DENOISING.GROUPS": 0,
-    "MODEL.MF_DETR.DENOISING.LABEL_NOISE": 0.25,
-    "MODEL.MF_DETR.DENOISING.MAX_QUERIES": 200,
-    "MODEL.MF_DETR.DENOISING.NEGATIVES": True,
-    "MODEL.MF_DETR.DENOISING.WEIGHT": 1.0,
-    "MODEL.MF_DETR.QUERY_GROUPS.COUNT": 1,
-    "MODEL.MF_DETR.QUERY_GROUPS.WEIGHT": 1.0,
-    "MODEL.MF_DETR.QUERY_SELECTION.POSITIONS_PER_BOX": 6,
-    "MODEL.MF_DETR.QUERY_SELECTION.WEIGHT": 1.0,
-    "MODEL.QB_HEAT.DECODER_MLP_RATIO": 4.0,
-    "MODEL.QB_HEAT.LOSS_ON": "masked",
-    "MODEL.SEMI.DROP_CHANNELS": 0.2,
-    "MODEL.SEMI.ERASE": 0.2,
-    "MODEL.SEMI.TOP_SHARE": 0.01,
-    "MODEL.TEACHER.FINER": [],
-    "MODEL.TIMM.NAME": "resnet18",
-    "SOLVER.CHECKPOINT_URL": "",
-    "SOLVER.COMPILE": False,
-    "SOLVER.EMA.WARMUP": True,
-    "SOLVER.LOG_TOKENS": True,
-    "SOLVER.WANDB_PROJECT": "",
-    "TEST.COCO_EVAL_LIBRARY": "auto",
-    "TEST.KNN.TRAIN": [],
-    "TEST.KNN.VAL": [],
-}
-
 
 def get_cfg() -> CfgNode:
     """Returns a copy of Detectron2's default config with the keys of this package."""

@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,16 +94,14 @@ def print_forecasts(stages: Sequence[Stage], build_trainer: Callable[[CfgNode], 
         print("\n\n".join(text for text in [*texts, _ADVICE] if text))
 
 
-def dry_run(
-    cfg: CfgNode, build_trainer: Callable[[CfgNode], Trainer], *, num_steps: int = 3
-) -> DryRunReport:
+def dry_run(cfg: CfgNode, build_trainer: BuildTrainer, *, num_steps: int = 3) -> DryRunReport:
     """Forecasts a run: trains a few steps, evaluates a few images and writes a checkpoint.
 
     All processes of a run must call this function.
 
     Args:
         cfg: config of the whole run.
-        build_trainer: builds a trainer from a config.
+        build_trainer: builds a trainer, such as ``Trainer``.
         num_steps: number of steps; the first half is a warm-up.
 
     Raises:
@@ -119,13 +117,11 @@ def dry_run(
             "DATASETS.TEST": names,
             "MODEL.SEMI.BURN_IN": 0.0,
         }
-        trainer = build_trainer(with_values(cfg, values))
-        planned, iterations = trainer.cfg, trainer.max_iter
-        trainer.resume_or_load(resume=False)
         cache = _Rehearsal(folder, test_scale=num_images / max(1, num_tried))
-        features = trainer.cached_features or trainer.targets
-        if features:
-            features.fill = cache.encode
+        trainer = build_trainer(with_values(cfg, values), fill=cache.encode)
+        planned = trainer.cfg
+        iterations = trainer.max_iter
+        trainer.resume_or_load(resume=False)
         timer = _Timer(trainer)
         trainer.max_iter = min(iterations, num_steps)
         trainer.train()
@@ -135,8 +131,9 @@ def dry_run(
         times, disk = _forecast_disk(planned, iterations, folder)
     unlabelled = trainer.data_loader.unlabelled
     also = f", {unlabelled.batch_size} unlabelled" if unlabelled else ""
+    has_cache = trainer.cached_features or trainer.targets
     costs = {"Set-up": (timer.first_step_end - start - cache.spent, 1)}
-    if features:
+    if has_cache:
         costs[f"Encoding of {cache.num_views:,} views"] = cache.seconds, 1
     step = f"Step of {planned.SOLVER.IMS_PER_BATCH} images{also}"
     costs[step] = timer.step_seconds, iterations
@@ -145,7 +142,9 @@ def dry_run(
         seconds = timer.forecast_evaluation(num_images, num_tried)
         costs[f"Evaluation of {num_images:,} images"] = seconds, math.ceil(iterations / period)
     costs["Checkpoint"] = checkpoint_seconds, times
-    disks = {"Disk": disk, **({"Cache": cache.disk} if features else {})}
+    disks = {"Disk": disk}
+    if has_cache:
+        disks["Cache"] = cache.disk
     model = describe_model(cfg, trainer.bare_model)
     return DryRunReport(model=model, costs=costs, memory=timer.get_memory(), disks=disks)
 

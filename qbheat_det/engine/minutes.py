@@ -21,10 +21,11 @@ from detectron2.utils import comm
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import format_duration
+from qbheat_det.feature_cache.filling import Fill, fill
 from qbheat_det.solver import count_epochs
 from qbheat_det.tasks import DETECTION
 
-from .dry_run import dry_run
+from .dry_run import BuildTrainer, dry_run
 from .run import Stage
 from .run_config import as_opts, list_shared_overrides
 from .run_flags import RunFlags
@@ -40,7 +41,6 @@ _MAX_EPOCHS = 3
 _MIN_EPOCHS_OF_RUN = 0.01
 _NUM_STEPS = 24  # steps of a dry run, which times the second half
 _USED_SHARE = 0.95  # planned share of the time, as the duration of steps varies
-BuildTrainer = Callable[[CfgNode], Trainer]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def fit_minutes(
     Args:
         stages: stages of the run, see ``assemble_run``.
         flags: flags of the run.
-        build_trainer: builds a trainer from a config.
+        build_trainer: builds a trainer, such as ``Trainer``.
 
     Raises:
         UserError: the recipe has no ``SOLVER.EPOCHS``, the user also sets the epochs, or the time
@@ -101,8 +101,8 @@ def fit_minutes(
 
     deadline = _Deadline(start, minutes)
 
-    def build_timed_trainer(cfg: CfgNode) -> Trainer:
-        trainer = build_trainer(cfg)
+    def build_timed_trainer(cfg: CfgNode, *, fill: Fill = fill) -> Trainer:
+        trainer = build_trainer(cfg, fill=fill)
         trainer.register_hooks([deadline])
         return trainer
 

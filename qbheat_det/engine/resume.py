@@ -21,7 +21,7 @@ from detectron2.engine import HookBase
 from detectron2.utils import comm
 
 from qbheat_det.config import dump_config
-from qbheat_det.config.loading import read_values, without_retired
+from qbheat_det.config.loading import read_values
 from qbheat_det.core.errors import Interrupted, UserError
 from qbheat_det.data import TrainStream
 
@@ -70,7 +70,7 @@ def check_same_config(saved: str, cfg: CfgNode) -> dict[str, object]:
     Raises:
         UserError: a key that must not change differs.
     """
-    before = without_retired(read_values(saved), "the checkpoint's config")
+    before = read_values(saved)
     now = read_values(dump_config(cfg))
     now.pop("MODEL.WEIGHTS")  # a resumed run does not read them
     if cfg.SEED < 0:  # keeps the seed of the run

@@ -32,6 +32,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import ImageBatches, TrainStream, build_train_stream
 from qbheat_det.feature_cache import TeacherFeatures, use_cached_features
+from qbheat_det.feature_cache.filling import Fill, fill
 from qbheat_det.layers.depthwise import speed_up_depthwise
 from qbheat_det.modeling.contracts import needs_teacher, pretrain_only_modules
 from qbheat_det.solver import (
@@ -66,8 +67,13 @@ class Trainer(DefaultTrainer):
         resumed_from: checkpoint that the run was resumed from; None for a new run.
     """
 
-    def __init__(self, cfg: CfgNode, *, allow_partial: bool = False) -> None:
-        """``allow_partial`` accepts weights that lack tensors of the model or have extra ones."""
+    def __init__(self, cfg: CfgNode, *, allow_partial: bool = False, fill: Fill = fill) -> None:
+        """
+        Args:
+            cfg: complete config.
+            allow_partial: accept weights that lack tensors of the model or have extra ones.
+            fill: encodes the missing views of a feature cache.
+        """
         TrainerBase.__init__(self)  # DefaultTrainer's would build parts that are replaced here
         data_loader = self.build_train_loader(cfg)
         # The images determine the iterations of a schedule in epochs.
@@ -77,8 +83,10 @@ class Trainer(DefaultTrainer):
         self.bare_model = self.build_model(cfg)
         logger.info(describe_model(cfg, self.bare_model))
         # Before the optimizer is built, as it replaces a frozen encoder.
-        self.cached_features = use_cached_features(cfg, self.bare_model)
-        self.targets = TeacherFeatures(cfg) if needs_teacher(self.bare_model) else None
+        self.cached_features = use_cached_features(cfg, self.bare_model, fill=fill)
+        self.targets = None
+        if needs_teacher(self.bare_model):
+            self.targets = TeacherFeatures(cfg, fill=fill)
         precision = choose_precision(cfg)
         if cfg.MODEL.DEVICE == "cpu":
             speed_up_depthwise(self.bare_model)

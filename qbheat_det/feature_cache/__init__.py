@@ -6,11 +6,14 @@
 - ``check_cacheable`` rejects configs whose features would change during training.
 """
 
-from .encoder import CachedBackbone
+from .cached_backbone import CachedBackbone
 from .frozen import CachedFeatures, check_cacheable, use_cached_features
 from .teacher import TeacherFeatures
 
 __all__ = [
-    "CachedBackbone", "CachedFeatures", "TeacherFeatures", "check_cacheable",
+    "CachedBackbone",
+    "CachedFeatures",
+    "TeacherFeatures",
+    "check_cacheable",
     "use_cached_features",
-]  # fmt: skip
+]

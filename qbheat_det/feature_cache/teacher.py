@@ -29,21 +29,19 @@ from qbheat_det.data.mappers import VIEW_ROW, choose_view
 from qbheat_det.modeling.backbone.timm_backbone import Teacher
 from qbheat_det.tasks import PRETRAINING
 
-from .encoder import check_cache_keys, encode_images, open_store
-from .filling import fill
+from .cache_key import check_cache_config, open_store
+from .encoding import encode_images
+from .filling import Fill, fill
 from .store import AllViews, FeatureStore, View
 
 logger = logging.getLogger(__name__)
 
 
 class TeacherFeatures:
-    """Builds the caches of the teacher's features, which are the targets of a run.
+    """Builds the caches of the teacher's features, which are the targets of a run."""
 
-    Attributes:
-        fill: function that encodes missing views, see ``filling.fill``. A dry run replaces it.
-    """
-
-    def __init__(self, cfg: CfgNode) -> None:
+    def __init__(self, cfg: CfgNode, *, fill: Fill = fill) -> None:
+        """``fill`` encodes the views that a store lacks. A dry run encodes only a few."""
         self._student_cfg = cfg
         self.fill = fill
         self._tests: dict[str, TargetViews] = {}
@@ -52,7 +50,7 @@ class TeacherFeatures:
     def _cfg(self) -> CfgNode:
         """The config of the teacher. Pixel statistics in the file of its weights have priority."""
         cfg, node = self._student_cfg, self._student_cfg.MODEL.TEACHER
-        check_cache_keys(cfg)
+        check_cache_config(cfg)
         if not node.WEIGHTS:
             logger.warning("MODEL.TEACHER.WEIGHTS is empty: the teacher's weights are random")
         info = (info_of(node.WEIGHTS) if node.WEIGHTS else None) or WeightsInfo()

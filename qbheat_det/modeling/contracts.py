@@ -17,6 +17,7 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import META_ARCH_REGISTRY, Backbone
+from detectron2.structures import ImageList
 from torch import Tensor, nn
 
 BatchedInputs = list[dict[str, Any]]
@@ -150,6 +151,34 @@ def normalise_pixels(images: Tensor, mean: Sequence[float], std: Sequence[float]
 def masks_padding(model: object) -> bool:
     """Returns whether the results of an image are independent of its padding."""
     return bool(getattr(model, "masks_padding", False))
+
+
+@runtime_checkable
+class PreparesImages(Protocol):
+    """A model whose ``preprocess_image`` prepares a batch for its backbone.
+
+    A model that trains on cached features also accepts inputs with "features" instead of "image"
+    there, see ``find_cached_images`` in ``modeling/image_model.py``.
+    """
+
+    def preprocess_image(self, batched_inputs: BatchedInputs) -> Tensor | ImageList:
+        """Returns normalized images (N, 3, H, W), or an ``ImageList`` if they are padded."""
+
+
+def prepare_backbone_inputs(model: PreparesImages, batched_inputs: BatchedInputs) -> list[Tensor]:
+    """Returns the arguments with which a model calls its backbone for a batch.
+
+    These are the images (N, 3, H, W). If some of them are padded, and the model masks padding, the
+    second argument is the heights and widths (N, 2) of the unpadded images.
+    """
+    images = model.preprocess_image(batched_inputs)
+    if isinstance(images, Tensor):
+        return [images]
+    padded_size = tuple(images.tensor.shape[-2:])
+    is_padded = any(tuple(size) != padded_size for size in images.image_sizes)
+    if is_padded and masks_padding(model):
+        return [images.tensor, torch.tensor(images.image_sizes, device=images.tensor.device)]
+    return [images.tensor]
 
 
 def needs_teacher(model: nn.Module) -> bool:

@@ -81,7 +81,7 @@ ALLOWED = {
     "evaluation": {
         # Results are read.
         "engine/evaluation.py Evaluation._evaluate, *.to",
-        "evaluation/__init__.py HeldOutLossEvaluator.process",
+        "evaluation/held_out_loss.py HeldOutLossEvaluator.process",
         "evaluation/classification.py ClassificationEvaluator.process",
         "modeling/pretrain/qb_heat.py QBHeat.in_order",
         # Detectron2's images come one by one, and are not pinned.

@@ -49,7 +49,7 @@ def flags(few_data, tmp_path, monkeypatch):
 def fit(flags, **changes):
     """Returns the planned stages, and the explanation of the plan."""
     flags = dataclasses.replace(flags, **changes)
-    stages = minutes.fit_minutes(assemble_run(flags), flags, lambda cfg: None)
+    stages = minutes.fit_minutes(assemble_run(flags), flags, lambda cfg, fill: None)
     return stages, stages[0].title.splitlines()[0]
 
 
@@ -145,4 +145,4 @@ def test_slow_steps_end_with_the_time(flags, monkeypatch):
     trainer = SimpleNamespace(register_hooks=lambda hooks: [one.after_step() for one in hooks * 9])
     flags = dataclasses.replace(flags, minutes=8 / 60)  # eight of the clock's seconds
     with pytest.raises(UserError, match="--minutes"):
-        minutes.fit_minutes(assemble_run(flags), flags, lambda cfg: trainer)
+        minutes.fit_minutes(assemble_run(flags), flags, lambda cfg, fill: trainer)

@@ -14,6 +14,7 @@ from qbheat_det.checkpoint import (
     check_weights_file,
     class_names_of,
     info_of,
+    load_embedded_config,
     load_run_config,
     read_weights,
 )
@@ -48,6 +49,13 @@ def _tiny_zoo(ship, detector, backbone):
     _write_pytorch.cache_clear()
     ship(DETECTOR, detector.path.read_bytes())
     ship(BACKBONE, backbone.path.read_bytes())
+
+
+def test_the_configs_inside_the_weights_of_the_package_have_only_known_keys():
+    files = sorted((Path(index.__file__).parent / "weights").glob("*.safetensors"))
+    assert files
+    for file in files:
+        load_embedded_config(info_of(str(file)).config, file.name)
 
 
 @pytest.mark.usefixtures("_tiny_zoo")
