@@ -84,7 +84,14 @@ class DryRunReport:
         return "\n".join([*lines, "Larger images take more memory and time."])
 
 
-def print_forecasts(stages: Sequence[Stage], build_trainer: Callable[[CfgNode], Trainer]) -> None:
+class BuildTrainer(Protocol):
+    """A function that builds a trainer, such as ``Trainer``."""
+
+    def __call__(self, cfg: CfgNode, *, fill: Fill) -> Trainer:
+        """Returns a trainer that completes feature caches by ``fill``."""
+
+
+def print_forecasts(stages: Sequence[Stage], build_trainer: BuildTrainer) -> None:
     """Prints the forecast of each stage of a run on the main process."""
     texts = []
     for stage in stages:

@@ -113,7 +113,7 @@ class CachedFeatures:
         self._model = model
         self._backbone = backbone
         self._task = find_task(cfg)
-        self.fill = fill
+        self._fill = fill
         self._views: dict[str, FixedViews] = {}
         self._tests: dict[str, tuple[Sequence[dict[str, Any]], CachedViews]] = {}
 
@@ -195,7 +195,9 @@ class CachedFeatures:
         encode = functools.partial(
             self._encode, is_train=is_train, is_exact=store.dtype == torch.float32
         )
-        store = self.fill(store, views, encode, title=title, num_workers=cfg.DATALOADER.NUM_WORKERS)
+        store = self._fill(
+            store, views, encode, title=title, num_workers=cfg.DATALOADER.NUM_WORKERS
+        )
         return CachedViews(store, views.views.count)
 
     def _encode(self, entries: Sequence[Mapped], *, is_train: bool, is_exact: bool) -> list[Stored]:

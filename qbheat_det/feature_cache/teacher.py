@@ -43,7 +43,7 @@ class TeacherFeatures:
     def __init__(self, cfg: CfgNode, *, fill: Fill = fill) -> None:
         """``fill`` encodes the views that a store lacks. A dry run encodes only a few."""
         self._student_cfg = cfg
-        self.fill = fill
+        self._fill = fill
         self._tests: dict[str, TargetViews] = {}
 
     @functools.cached_property
@@ -130,7 +130,7 @@ class TeacherFeatures:
         encode = functools.partial(encode_images, encode=self._teacher)
         workers = cfg.DATALOADER.NUM_WORKERS
         title = f"{title} with the teacher"
-        return self.fill(store, views, encode, title=title, num_workers=workers)
+        return self._fill(store, views, encode, title=title, num_workers=workers)
 
 
 class TargetViews:
