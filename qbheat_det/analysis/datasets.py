@@ -110,7 +110,9 @@ def list_sources(cfg: CfgNode, sources: Mapping[Role, OpenedSource]) -> list[Dat
     listed = []
     for role, opened in sources.items():
         if opened.annotations is None:
-            raise UserError(f"'{opened.source.path}' has no boxes, but boxes are needed here")
+            raise UserError(
+                f"'{opened.source.path}' has no boxes: name a dataset with boxes by --data"
+            )
         listed.append(DatasetSource(role, role, opened.source, opened.annotations))
     if not listed:
         listed = [DatasetSource(name, "train") for name in cfg.DATASETS.TRAIN]

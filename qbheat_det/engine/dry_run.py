@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from detectron2.config import CfgNode
@@ -28,7 +28,7 @@ from torch import nn
 from qbheat_det.config import with_values
 from qbheat_det.core.errors import Interrupted, UserError
 from qbheat_det.core.text import format_bytes, format_duration
-from qbheat_det.feature_cache.filling import find_known_views
+from qbheat_det.feature_cache.filling import Fill, find_known_views
 from qbheat_det.feature_cache.store import VIEWS_PER_FILE, AllViews, Encode, FeatureStore, Stored
 
 from .hooks import EvalHook, PeriodicCheckpointer, TrainingRun
