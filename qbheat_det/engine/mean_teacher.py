@@ -2,7 +2,8 @@
 """Training on unlabelled images with a mean teacher, the moving average of the weights.
 
 The model first trains on labelled images only (burn-in). Then the teacher predicts on weak views of
-unlabelled images, and the model learns these predictions on strong views (``modeling/dense.py``).
+unlabelled images, and the model learns these predictions on strong views
+(``modeling/dense_pseudo_labels.py``).
 A checkpoint contains the teacher. The iteration determines the position in the stream of unlabelled
 images, so runs resume exactly.
 """

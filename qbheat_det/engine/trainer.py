@@ -30,9 +30,9 @@ from qbheat_det.core.environment import find_commit
 from qbheat_det.core.errors import Interrupted, UserError
 from qbheat_det.core.files import replace_folders, write_atomically
 from qbheat_det.data import ImageBatches, build_train_stream
-from qbheat_det.feature_cache import TeacherFeatures, use_cached_features
+from qbheat_det.feature_cache import DistillationTargets, use_cached_features
 from qbheat_det.layers.depthwise import speed_up_depthwise
-from qbheat_det.modeling.contracts import needs_teacher, pretrain_only_modules
+from qbheat_det.modeling.contracts import needs_targets, pretrain_only_modules
 from qbheat_det.solver import (
     build_lr_scheduler,
     build_optimizer,
@@ -74,7 +74,7 @@ class Trainer(DefaultTrainer):
         self.bare_model = self.build_model(self.cfg)
         logger.info(describe_model(self.cfg, self.bare_model))
         self.cached_features = use_cached_features(self.cfg, self.bare_model)
-        self.teacher = TeacherFeatures(self.cfg) if needs_teacher(self.bare_model) else None
+        self.teacher = DistillationTargets(self.cfg) if needs_targets(self.bare_model) else None
         precision = choose_precision(self.cfg)
         if self.cfg.MODEL.DEVICE == "cpu":
             speed_up_depthwise(self.bare_model)
@@ -327,6 +327,6 @@ def evaluate(
         raise UserError(f"--resume finds no checkpoint in '{cfg.OUTPUT_DIR}' to evaluate")
     path = checkpointer.find_checkpoint_to_resume() if resume else cfg.MODEL.WEIGHTS
     checkpointer.load(path, checkpointables=[])
-    source = TeacherFeatures(cfg) if needs_teacher(model) else Trainer
+    source = DistillationTargets(cfg) if needs_targets(model) else Trainer
     evaluation = Evaluation(cfg, source.build_test_loader)
     return evaluation(prepare(model) if prepare else model)

@@ -28,8 +28,8 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import get_cache_dir, hash_tensors
 from qbheat_det.data import cut
 from qbheat_det.data.mappers import VIEW_ROW, VIEW_SEED, find_root
+from qbheat_det.modeling.cached_images import CachedImages
 from qbheat_det.modeling.contracts import optional_modules
-from qbheat_det.modeling.image_model import CachedImages
 
 from .store import FORMAT_VERSION, VIEWS_PER_FILE, AllViews, FeatureStore, Mapped, Stored, View
 
