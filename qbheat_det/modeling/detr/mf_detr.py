@@ -256,7 +256,7 @@ def build_decoder(node: CfgNode, input_shape: Sequence[ShapeSpec]) -> MFDecoder:
 
 def build_criterion(node: CfgNode) -> SetCriterion:
     """Builds the matching and the losses that ``MODEL.MF_DETR`` describes."""
-    classifications = {
+    classifications: dict[str, SoftmaxClassification | FocalClassification] = {
         "softmax": SoftmaxClassification(no_object_weight=node.NO_OBJECT_WEIGHT),
         "focal": FocalClassification(
             gamma=node.FOCAL.GAMMA,

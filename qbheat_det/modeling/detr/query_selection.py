@@ -162,14 +162,13 @@ class QuerySelection(nn.Module):
         anchors = torch.where(proposals.logits[..., :1] <= _NEVER / 2, -_FAR, anchors)
         boxes = box_convert(targets.boxes / pixel, "cxcywh", "xyxy")
         rows = []
-        for image, count in enumerate(targets.counts):
-            levels = [Boxes(level) for level in anchors[image].split(proposals.num_positions)]
-            rows.append(self.assigner(levels, Boxes(boxes[image, :count])))
-        index = torch.stack(rows)  # (N, P), -1 for positions without a box
-        image, query = (index >= 0).nonzero(as_tuple=True)
-        return Matches(
-            block=torch.zeros_like(query), image=image, query=query, target=index[image, query]
-        )
+        for index, count in enumerate(targets.counts):
+            levels = [Boxes(level) for level in anchors[index].split(proposals.num_positions)]
+            rows.append(self.assigner(levels, Boxes(boxes[index, :count])))
+        assigned = torch.stack(rows)  # (N, P), the index of a box, or -1
+        image, query = (assigned >= 0).nonzero(as_tuple=True)
+        target = assigned[image, query]
+        return Matches(block=torch.zeros_like(query), image=image, query=query, target=target)
 
     def propose_level(self, x: Tensor, padding: Tensor | None) -> Proposals:
         """Returns the P = H * W proposals of one level."""
