@@ -22,9 +22,9 @@ ROWS = (
     ("analysis", "export"),
     ("engine", "inference"),
     ("feature_cache", "probing", "labelling", "deployment", "model_zoo"),
-    ("modeling.retinanet", "modeling.detr", "modeling.pretrain", "modeling.classification"),
-    ("modeling.dense", "modeling.atss", "evaluation"),
-    ("data", "checkpoint", "solver", "modeling.backbone", "modeling.image_model"),
+    ("modeling.dense_detectors", "modeling.detr", "modeling.pretrain", "modeling.classification"),
+    ("modeling.distillation_teacher", "evaluation"),
+    ("data", "checkpoint", "solver", "modeling.backbone", "modeling.parts"),
     ("layers", "config", "core", "modeling.contracts"),
 )
 WIDTH, BOX, HEIGHT, ROW = 1180, 176, 52, 108

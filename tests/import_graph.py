@@ -8,9 +8,28 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "qbheat_det"
 
+# Areas that are several files of ``modeling``.
+FILES = {
+    "modeling.parts": {  # used by several kinds of models
+        "modeling.atss",
+        "modeling.cached_images",
+        "modeling.checks",
+        "modeling.image_model",
+        "modeling.losses",
+        "modeling.pooling",
+    },
+    "modeling.dense_detectors": {
+        "modeling.dense_pseudo_labels",
+        "modeling.fcos",
+        "modeling.loss_normalizer",
+        "modeling.retinanet",
+    },
+}
+
 BASE = {"core", "config", "layers", "modeling.contracts"}
+PARTS = BASE | {"modeling.parts"}
 MIDDLE = BASE | {"data", "checkpoint", "solver", "evaluation", "tasks"}
-_KINDS = ("backbone", "pretrain", "detr", "dense", "retinanet", "classification")
+_KINDS = ("backbone", "pretrain", "detr", "dense_detectors", "classification")
 MODELING = {f"modeling.{name}" for name in _KINDS}
 CACHE = {"feature_cache"}
 INFERENCE = MIDDLE | MODELING | {"deployment", "inference", "model_zoo", "probing"}
@@ -26,12 +45,11 @@ ALLOWED = {
     "solver": BASE,
     "evaluation": BASE | {"data"},
     "tasks": BASE | {"data", "evaluation"},
-    "modeling.image_model": BASE,
-    "modeling.atss": BASE,
-    **dict.fromkeys(MODELING, BASE | {"modeling.backbone", "modeling.image_model"}),
-    "modeling.detr": BASE | {"modeling.image_model", "modeling.atss"},
-    "modeling.retinanet": BASE | {"modeling.image_model", "modeling.atss", "modeling.dense"},
-    "feature_cache": MIDDLE | {"modeling.backbone", "modeling.image_model"},
+    "modeling.parts": BASE,
+    **dict.fromkeys(MODELING, PARTS),
+    "modeling.distillation_teacher": PARTS | {"modeling.backbone"},
+    "modeling.pretrain": PARTS | {"modeling.distillation_teacher"},
+    "feature_cache": MIDDLE | {"modeling.parts", "modeling.distillation_teacher"},
     # Names no model class.
     "engine": MIDDLE | CACHE,
     "probing": MIDDLE | MODELING,
@@ -51,6 +69,9 @@ COLLECTORS = {PACKAGE, f"{PACKAGE}.modeling"}
 def area_of(module):
     """Returns the key of ``ALLOWED`` that a dotted module of the package belongs to."""
     parts = module.split(".")
+    for area, files in FILES.items():
+        if ".".join(parts[1:3]) in files:
+            return area
     return next((area for end in (3, 2) if (area := ".".join(parts[1:end])) in ALLOWED), None)
 
 

@@ -178,12 +178,12 @@ _KEYS: dict[str, dict[str, Any]] = {
         "MIXUP": 0.0,
         "CUTMIX": 0.0,
     },
-    "MODEL.SEMI": {  # training on DATASETS.UNLABELLED; the teacher is the average of SOLVER.EMA
+    "MODEL.SEMI": {  # training on DATASETS.UNLABELLED; the mean teacher is SOLVER.EMA
         "BURN_IN": 0.25,  # share of the run, at its start, that uses only labelled images
         "RATIO": 1,  # unlabelled images per labelled image of a step
         "WEIGHT": 1.0,  # weight of the losses on unlabelled images
-        # Number of locations that learn from the teacher (those with its highest scores), divided
-        # by the number of locations that belong to objects in the labelled images.
+        # Number of locations that learn from the mean teacher (those with its highest scores),
+        # divided by the number of locations that belong to objects in the labelled images.
         "TOP_RATIO": 2.0,
     },
     "MODEL.CACHE_FEATURES": {

@@ -31,10 +31,10 @@ from qbheat_det.core.environment import find_commit
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import ImageBatches, TrainStream, build_train_stream
-from qbheat_det.feature_cache import TeacherFeatures, use_cached_features
+from qbheat_det.feature_cache import DistillationTargets, use_cached_features
 from qbheat_det.feature_cache.filling import Fill, fill
 from qbheat_det.layers.depthwise import speed_up_depthwise
-from qbheat_det.modeling.contracts import needs_teacher, pretrain_only_modules
+from qbheat_det.modeling.contracts import needs_targets, pretrain_only_modules
 from qbheat_det.solver import (
     build_lr_scheduler,
     build_optimizer,
@@ -85,8 +85,8 @@ class Trainer(DefaultTrainer):
         # Before the optimizer is built, as it replaces a frozen encoder.
         self.cached_features = use_cached_features(cfg, self.bare_model, fill=fill)
         self.targets = None
-        if needs_teacher(self.bare_model):
-            self.targets = TeacherFeatures(cfg, fill=fill)
+        if needs_targets(self.bare_model):
+            self.targets = DistillationTargets(cfg, fill=fill)
         precision = choose_precision(cfg)
         if cfg.MODEL.DEVICE == "cpu":
             speed_up_depthwise(self.bare_model)
@@ -340,8 +340,8 @@ def evaluate(
         weights = checkpointer.find_checkpoint_to_resume()
     checkpointer.load(weights, checkpointables=[])
     build_test_loader = Trainer.build_test_loader
-    if needs_teacher(model):
-        build_test_loader = TeacherFeatures(cfg).build_test_loader
+    if needs_targets(model):
+        build_test_loader = DistillationTargets(cfg).build_test_loader
     if prepare is not None:
         model = prepare(model)
     return Evaluation(cfg, build_test_loader)(model)

@@ -16,13 +16,13 @@ from detectron2.modeling import Backbone
 from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.modeling.cached_images import CachedImages
 from qbheat_det.modeling.contracts import (
     PreparesImages,
     keeps_backbone_in_eval,
     optional_modules,
     prepare_backbone_inputs,
 )
-from qbheat_det.modeling.image_model import CachedImages
 
 OFF = "set MODEL.CACHE_FEATURES.ENABLED False"
 

@@ -92,7 +92,7 @@ def test_a_broken_run_ends_with_the_bits_of_an_unbroken_one(
     assert_same_bits(comparable(state(tmp_path / "broken")), comparable(state(tmp_path / "whole")))
     lines = map(json.loads, (tmp_path / "whole" / "metrics.json").read_text().splitlines())
     seen = {line["iteration"]: line for line in lines if "total_loss" in line}
-    assert [i for i, line in seen.items() if "loss_teacher_cls" in line] == [1, 2, 3, 4]
+    assert [i for i, line in seen.items() if "loss_pseudo_cls" in line] == [1, 2, 3, 4]
     assert [i for i, line in seen.items() if "pseudo_boxes" in line] == [1, 2, 3, 4]
     # The burn-in is one step, the period four.
     assert [i for i, line in seen.items() if "student/bbox/AP50" in line] == [0, 3, 4]
