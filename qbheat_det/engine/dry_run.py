@@ -71,7 +71,8 @@ class DryRunReport:
     def __str__(self) -> str:
         lines = [self.model, "", f"{'Forecast':<32}{'each':>18}{'times':>10}{'together':>16}"]
         for name, (seconds, times) in self.costs.items():
-            each, together = format_duration(seconds), format_duration(seconds * times)
+            each = format_duration(seconds)
+            together = format_duration(seconds * times)
             lines.append(f"{name:<32}{each:>18}{times:>10,}{together:>16}")
         lines += [f"{'Whole run':<60}{format_duration(self.total_seconds):>16}", ""]
         for name, needed in self.memory.items():
@@ -182,7 +183,8 @@ class _Rehearsal:
         self._folder = folder / f"few_{comm.get_rank()}"
         self._test_scale = test_scale
         self.num_views = 0
-        self.seconds = self.spent = 0.0
+        self.seconds = 0.0
+        self.spent = 0.0
         self.disk = 0, 0
 
     def encode(
@@ -327,7 +329,8 @@ def _temporary_folder(output_dir: str) -> Iterator[Path]:
 def _few_test_images(cfg: CfgNode) -> Iterator[tuple[tuple[str, ...], int, int]]:
     """Registers small test sets; yields their names, and the sizes of the small and full sets."""
     names: list[str] = []
-    num_tried = num_images = 0
+    num_tried = 0
+    num_images = 0
     try:
         for name in cfg.DATASETS.TEST:
             records = DatasetCatalog.get(name)

@@ -164,7 +164,8 @@ class EvalHook(HookBase):
             known = ", ".join(metrics)
             logger.warning(f"TEST.BEST_METRIC '{self._best_metric}' is not among {known}")
             return
-        self.value = value = finite.get(self._best_metric)
+        value = finite.get(self._best_metric)
+        self.value = value
         if value is None or (self.best and self.sign * value <= self.sign * self.best["value"]):
             return
         self.best = {"value": value, "iteration": self.trainer.iter}

@@ -156,7 +156,8 @@ def print_results(results: Mapping[str, Any]) -> None:
 def describe_model(cfg: CfgNode, model: nn.Module) -> str:
     """Returns one line with the name, device and numbers of parameters of a model."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    total, trained = sum(size for size, _ in sizes), sum(size for size, free in sizes if free)
+    total = sum(size for size, _ in sizes)
+    trained = sum(size for size, is_trained in sizes if is_trained)
     return (
         f"{cfg.MODEL.META_ARCHITECTURE} on {cfg.MODEL.DEVICE}: {total / 1e6:.2f} M parameters, "
         f"{trained / 1e6:.2f} M of them trained"
@@ -168,10 +169,14 @@ def warn_of_weights(model: nn.Module, cfg: CfgNode) -> None:
 
     If the config's pixel statistics do not fit the weights, the checkpointer warns.
     """
-    weights, backbone = cfg.MODEL.WEIGHTS, get_backbone(model)
-    if weights and (info := info_of(weights)) and info.pixel_format not in ("", cfg.INPUT.FORMAT):
-        logger.warning(f"'{weights}' is for {info.pixel_format} pixels: set INPUT.FORMAT")
-    if weights or backbone is None:
+    weights = cfg.MODEL.WEIGHTS
+    if weights:
+        info = info_of(weights)
+        if info and info.pixel_format not in ("", cfg.INPUT.FORMAT):
+            logger.warning(f"'{weights}' is for {info.pixel_format} pixels: set INPUT.FORMAT")
+        return
+    backbone = get_backbone(model)
+    if backbone is None:
         return
     encoder = get_encoder(backbone)
     parameters = list(encoder.parameters())
@@ -196,9 +201,11 @@ class PeriodicWriter(hooks.PeriodicWriter):
 
     def before_train(self) -> None:
         """Opens the writers, and removes the lines of ``metrics.json`` that will be repeated."""
-        run, cfg = self.trainer, self.trainer.cfg
+        run = self.trainer
+        cfg = run.cfg
         per_epoch = run.data_loader.num_images / cfg.SOLVER.IMS_PER_BATCH
-        folder, window = Path(cfg.OUTPUT_DIR), cfg.SOLVER.LOG_PERIOD
+        folder = Path(cfg.OUTPUT_DIR)
+        window = cfg.SOLVER.LOG_PERIOD
         drop_metrics_from(folder / "metrics.json", run.start_iter)
         self._writers: list[EventWriter] = [
             ProgressPrinter(run.max_iter, iterations_per_epoch=per_epoch, window_size=window),

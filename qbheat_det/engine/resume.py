@@ -107,12 +107,15 @@ def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:
             "--resume needs a checkpoint of this package's trainer: start a new run with "
             "MODEL.WEIGHTS"
         )
-    before, now = state["num_images"], stream.num_images
-    if (before, state["fingerprint"]) == (now, stream.fingerprint):
+    before = state["num_images"]
+    now = stream.num_images
+    if before == now and state["fingerprint"] == stream.fingerprint:
         return
-    found = f"there are {now} now" if before != now else "their order or their boxes have changed"
+    change = "their order or their boxes have changed"
+    if before != now:
+        change = f"there are {now} now"
     also = " (also counting those of --unlabelled)" if stream.unlabelled else ""
-    raise UserError(f"--resume continues a run on {before} training images{also}, but {found}")
+    raise UserError(f"--resume continues a run on {before} training images{also}, but {change}")
 
 
 class StopSignals(HookBase):
@@ -194,7 +197,8 @@ class YieldToNewerStart(HookBase):
         """
         if not is_saved(self.trainer, self.trainer.cfg.SOLVER.CHECKPOINT_PERIOD):
             return
-        if later := read_run_record(self._file)[self._count :]:
+        later = read_run_record(self._file)[self._count :]
+        if later:
             raise UserError(
                 f"'{self._file}' has a later start, at {later[0].get('started')}: this process "
                 "ends without saving"

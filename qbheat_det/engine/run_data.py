@@ -50,7 +50,15 @@ from qbheat_det.data import (
 )
 from qbheat_det.data.checks import find_elongation
 from qbheat_det.evaluation import count_most_objects
-from qbheat_det.tasks import CLASSIFICATION, DETECTION, PRETRAINING, TASKS, Task, find_task
+from qbheat_det.tasks import (
+    CLASSIFICATION,
+    DETECTION,
+    PRETRAINING,
+    TASKS,
+    Task,
+    find_task,
+    find_task_of_data,
+)
 
 from .run_flags import RunFlags, spell
 from .run_record import FIRST_STAGE_FOLDER, Start
@@ -174,7 +182,9 @@ class RunData:
         known = {data_set.name: data_set.num_images for data_set in self.given}
         total = 0
         for name in self.train:
-            total += known[name] if name in known else len(DatasetCatalog.get(name))
+            if name not in known:
+                known[name] = len(DatasetCatalog.get(name))
+            total += known[name]
         return total
 
     def describe(self) -> dict[str, Any]:
@@ -265,7 +275,9 @@ def open_sources(flags: RunFlags) -> dict[Role, OpenedSource]:
 def _open(path: str | None, images: Sequence[str], *, likely: Sequence[str]) -> DataSource | None:
     if path:
         return open_source(str(path), "".join(images), likely_root="".join(likely))
-    return open_images(images) if images else None
+    if images:
+        return open_images(images)
+    return None
 
 
 def _take(data: DataSource, source: Source) -> OpenedSource:
@@ -314,8 +326,10 @@ def prepare_data(
         split = _read_or_make_split(cfg, flags, sources["train"], seen, start)
         split_file = Path(cfg.OUTPUT_DIR, SPLIT_FILE).absolute()
         whole = sources["train"]
-        sources = {"train": whole.with_split(split_file, "train"),
-                   "val": whole.with_split(split_file, "val")}  # fmt: skip
+        sources = {
+            "train": whole.with_split(split_file, "train"),
+            "val": whole.with_split(split_file, "val"),
+        }
 
     given: dict[Role, DataSet] = {}
     for role, opened in sources.items():
@@ -363,13 +377,12 @@ def _check_task(flags: RunFlags, sources: Mapping[Role, OpenedSource], task: Tas
         raise UserError(f"--images needs --data, which has the {task.learns_from}")
     if flags.val_images and not flags.val:
         raise UserError(f"--val-images needs --val, which has the {task.learns_from}")
-    paths: dict[Role, str | None] = {"train": flags.data, "val": flags.val}
-    for role, path in paths.items():
-        opened = sources.get(role) if path else None
-        if opened is not None and not task.fits(opened.source):
-            kind = "boxes" if opened.source.has_boxes else "class folders"
-            needed = "class folders" if opened.source.has_boxes else "boxes"
-            raise UserError(f"'{path}' has {kind}, but {needed} are needed here")
+    for opened in sources.values():
+        if not task.fits(opened.source):
+            kind = find_task_of_data(opened.source).learns_from
+            raise UserError(
+                f"'{opened.source.path}' has {kind}, but {task.learns_from} are needed here"
+            )
 
 
 def _choose_roles(
@@ -381,8 +394,11 @@ def _choose_roles(
         used.pop("val", None)
     if not flags.eval_only:
         return used
-    evaluated = used.get("val") or used.get("train")
-    return {"val": evaluated} if evaluated else {}
+    if "val" in used:
+        return {"val": used["val"]}
+    if "train" in used:
+        return {"val": used["train"]}
+    return {}
 
 
 def _choose_classes(
@@ -399,7 +415,9 @@ def _choose_classes(
     if not classes and len(sources) == 2:
         of_train = sources["train"].class_names
         of_val = sources["val"].class_names
-        classes = of_val if set(of_train) <= set(of_val) else of_train
+        classes = of_train
+        if set(of_train) <= set(of_val):
+            classes = of_val
     return {role: opened.with_classes(classes) for role, opened in sources.items()}
 
 
@@ -501,8 +519,9 @@ def _find_split_of_weights(cfg: CfgNode, flags: RunFlags, start: Start) -> Path 
     file = folder.absolute() / SPLIT_FILE
     if not file.is_file():
         return None
-    is_same_data = read_split(file).get("data") == os.path.abspath(str(flags.data))
-    return file if is_same_data else None
+    if read_split(file).get("data") != os.path.abspath(str(flags.data)):
+        return None
+    return file
 
 
 def _holds_out(cfg: CfgNode, flags: RunFlags, task: Task) -> bool:
@@ -664,8 +683,9 @@ def _find_folder_classes(
         weights = cfg.MODEL.WEIGHTS
         if start.continues:
             weights = str(start.folder / start.checkpoint)
-        recorded = class_names_of(weights) if weights else ()
-        names = list(recorded or cfg.MODEL.CLASS_NAMES)
+        names = list(cfg.MODEL.CLASS_NAMES)
+        if weights:
+            names = list(class_names_of(weights)) or names
     if not names:
         names = list_classes(data.test if eval_only else data.train)
     for name in data.test:
@@ -705,7 +725,9 @@ def _compare_images(
     text = " and ".join(counts)
     if text:
         logger.warning(f"{text}: the results do not measure generalization")
-    return (seen.extend(train, val) if "train" in given else None), text
+    if "train" not in given:
+        return None, text
+    return seen.extend(train, val), text
 
 
 def count_objects(data: RunData, names: Sequence[str]) -> int:
@@ -716,7 +738,9 @@ def count_objects(data: RunData, names: Sequence[str]) -> int:
     most = 0
     if comm.is_main_process():
         for name in names:
-            most = max(most, known[name] if name in known else _count_objects_of(name))
+            if name not in known:
+                known[name] = _count_objects_of(name)
+            most = max(most, known[name])
     return comm.all_gather(most)[0]
 
 

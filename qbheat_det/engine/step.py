@@ -189,8 +189,10 @@ class StepTrainer(SimpleTrainer):
         bad = [f"{name} {value}" for name, value in here.items() if not math.isfinite(value)]
         files = [str(entry["file_name"]) for entry in batch if "file_name" in entry]
         images = f"; images: {join_first(files, limit=8)}" if files else ""
-        own = f"{join_first(bad)} on process {comm.get_rank()}{images}" if bad else ""
-        message = next(filter(None, comm.all_gather(own)))
+        own_message = ""
+        if bad:
+            own_message = f"{join_first(bad)} on process {comm.get_rank()}{images}"
+        message = next(filter(None, comm.all_gather(own_message)))
         raise UserError(
             f"a loss is not finite at iteration {self.iter} ({message}): try a lower "
             "SOLVER.BASE_LR or SOLVER.CLIP_GRADIENTS.ENABLED True"
@@ -231,8 +233,10 @@ class LossReading:
         mean = own.clone()
         if comm.get_world_size() > 1:
             torch.distributed.all_reduce(mean)
-        self._names, self.stops = list(losses), False
-        self._values = both = torch.stack([own, mean / comm.get_world_size()])
+        self._names = list(losses)
+        self.stops = False
+        both = torch.stack([own, mean / comm.get_world_size()])
+        self._values = both
         self._arrived: torch.cuda.Event | None = None
         if both.device.type == "cuda":
             self._values = torch.empty(both.shape, pin_memory=True).copy_(both, non_blocking=True)
@@ -246,7 +250,8 @@ class LossReading:
             self._arrived.synchronize()
         rows = self._values.tolist()
         self.stops = rows[1][-1] > 0
-        here, everywhere = (dict(zip(self._names, row)) for row in rows)  # noqa: B905
+        here = dict(zip(self._names, rows[0], strict=False))  # the last value is ``stops``
+        everywhere = dict(zip(self._names, rows[1], strict=False))
         return here, everywhere
 
 
@@ -286,7 +291,8 @@ class BatchSource:
         if self._ahead is None:
             raise self._end or StopIteration
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self._in_use, self._ahead = self._ahead, None
+        self._in_use = self._ahead
+        self._ahead = None
         return self._in_use, self._waited
 
     def load_ahead(self) -> None:
@@ -325,7 +331,8 @@ def choose_precision(cfg: CfgNode) -> torch.dtype | None:
     """
     if not cfg.SOLVER.AMP.ENABLED:
         return None
-    device, precision = torch.device(cfg.MODEL.DEVICE), PRECISIONS[cfg.SOLVER.AMP.PRECISION]
+    device = torch.device(cfg.MODEL.DEVICE)
+    precision = PRECISIONS[cfg.SOLVER.AMP.PRECISION]
     is_native = device.type == "cuda" and precision == torch.float16
     if device.type in ("cpu", "cuda") and not (is_native or supports_bfloat16(device)):
         logger.warning("SOLVER.AMP: training in float32, as this device has no bfloat16")
