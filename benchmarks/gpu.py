@@ -11,15 +11,11 @@ Images     The same steps with images in pinned memory, which are copied during 
 Measures nothing without a GPU.
 """
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.detectors import HEIGHT, WIDTH, Forward, random_images
 from benchmarks.forms import COMPILED, DEPLOYED, EAGER, build

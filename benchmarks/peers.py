@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """AP on your boxes of what you could train instead, in equal CPU minutes on one thread.
 
-``python benchmarks/peers.py --data train.json --val val.json --images DIR --model MODEL --minutes
+``python -m benchmarks.peers --data train.json --val val.json --images DIR --model MODEL --minutes
 30 --output OUT`` writes ``OUT/MODEL.json``. "torchvision_fcos" and "torchvision_retinanet" are
 torchvision's classes with its pyramid and heads on EfficientNet-Lite0 with ImageNet weights and
 frozen BatchNorm. They train with SGD and flips as in torchvision's reference, but with a cosine
@@ -22,13 +22,10 @@ data=data.yaml imgsz=512 epochs=10 device=cpu workers=0 val=False seed=1``.
 import argparse
 import json
 import math
-import sys
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import timm
 import torch

@@ -2,21 +2,18 @@
 """The pre-training models of the benchmark, and the calls that are timed.
 
 Run as a program, prints the peak memory in MiB of a training step of one model on the CPU:
-``python benchmarks/pretraining_contenders.py NAME SETTING SIZE BATCH THREADS``.
+``python -m benchmarks.pretraining_contenders NAME SETTING SIZE BATCH THREADS``.
 """
 
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.masked_peers import (
     MaskedConvolutionEncoder,

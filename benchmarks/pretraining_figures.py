@@ -90,9 +90,8 @@ def memory_of_processes(
 ) -> dict[str, float]:
     """Returns the peak MiB of two steps on the CPU, each model in a fresh process."""
     arguments = [setting.name, *(str(number) for number in (setting.size, batch, threads))]
-    commands = {
-        model: ["benchmarks/pretraining_contenders.py", model, *arguments] for model in models
-    }
+    program = ["-m", "benchmarks.pretraining_contenders"]
+    commands = {model: [*program, model, *arguments] for model in models}
     samples = peak_memory_in_turns(commands, rounds=1)
     return {model: sample.median for model, sample in samples.items()}
 

@@ -5,19 +5,16 @@ Each benchmark is a module with a function ``run(quick, threads, …)``, which r
 uses small images and few rounds, to check that everything runs. Further parameters of ``run`` are
 options of the benchmark.
 
-python benchmarks/run.py [--only NAME …] [--quick] [--list]
-python benchmarks/run.py --only cached_training --cases 3.7g_211 --rounds 7 --clock cpu
+python -m benchmarks.run [--only NAME …] [--quick] [--list]
+python -m benchmarks.run --only cached_training --cases 3.7g_211 --rounds 7 --clock cpu
 """
 
 import argparse
 import importlib
 import inspect
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.timing import (
     ENVIRONMENTS,

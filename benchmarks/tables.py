@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Writes the tables of docs/performance.md from the results in ``output/bench``.
 
-python benchmarks/tables.py [--bench DIR] [--check]
+python -m benchmarks.tables [--bench DIR] [--check]
 
 Each table is between ``<!-- bench NAME PREFIX -->`` and ``<!-- end -->``. It has the rows of
 ``NAME.json`` whose names begin with ``NAME/PREFIX`` or ``PREFIX`` (optional), and a line about the
@@ -11,12 +11,9 @@ machine. If a benchmark has not been run, its table does not change.
 import argparse
 import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.timing import ENVIRONMENTS, OUTPUT, ROOT
 from qbheat_det.core.errors import UserError, exit_on_user_error
@@ -83,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.check:
         if after != before:
             raise UserError(
-                f"{args.page} does not match {args.bench}: run python benchmarks/tables.py"
+                f"{args.page} does not match {args.bench}: run python -m benchmarks.tables"
             )
         return
     args.page.write_text(after, encoding="utf-8")

@@ -1,14 +1,13 @@
-#!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Adds trained weights, in half precision, to the package's model zoo.
 
-python docs/add_to_zoo.py --weights output/mine --name retinanet/285M_shapes \\
+python -m docs.add_to_zoo --weights output/mine --name retinanet/285M_shapes \\
     --config custom/retinanet_285M_probe.yaml --summary 'Frozen RetinaNet on drawn shapes' \\
     --data 'drawn shapes' --data-licence CC0-1.0 --command 'qbheat train …' \\
     --metric AP 41.2±0.6 % 'shapes val'
 
 Matrices become float16, and paths of this machine are removed from the config. Run
-``python -m tests.model_zoo.fingerprints`` and ``python docs/write_zoo_table.py`` afterwards.
+``python -m tests.model_zoo.fingerprints`` and ``python -m docs.write_zoo_table`` afterwards.
 """
 
 import argparse
@@ -16,19 +15,15 @@ import dataclasses
 import datetime
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from detectron2.config import CfgNode
 from detectron2.modeling import Backbone
+from torch import Tensor
 
 from qbheat_det.checkpoint import (
     WeightsInfo,

@@ -1,22 +1,18 @@
-#!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Draws docs/architecture.svg: the areas of the package, their sizes, and who imports whom.
 
-usage: python docs/draw_architecture.py
+usage: python -m docs.draw_architecture
 
 Arrows are read from the import statements. If A imports B and B imports C, no arrow is drawn from A
 to C.
 """
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.import_graph import area_of, imports, module_files
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.import_graph import area_of, imports, module_files  # noqa: E402
-
 ROWS = (
     ("api", "app"),
     ("analysis", "export"),

@@ -1,20 +1,17 @@
-#!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Writes the entries of the package's model zoo into MODEL_ZOO.md.
 
-usage: python docs/write_zoo_table.py
+usage: python -m docs.write_zoo_table
 """
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from qbheat_det.config import get_config_path
+from qbheat_det.model_zoo import Metric, ZooEntry, index, list_entries, sources
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from qbheat_det.config import get_config_path  # noqa: E402
-from qbheat_det.model_zoo import Metric, ZooEntry, index, list_entries, sources  # noqa: E402
-
 ZOO_FILE = ROOT / "MODEL_ZOO.md"
 _BEGIN, _END = "<!-- begin: docs/write_zoo_table.py -->", "<!-- end -->"
 _HEADERS = ("name", "task", "metrics", "params", "multiply-adds", "file")

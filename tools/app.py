@@ -17,11 +17,8 @@ examples:
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import hide_foreign_warnings, make_parser
 
 

@@ -36,9 +36,16 @@ _ELSEWHERE = {  # flags of other libraries
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser without abbreviated flags. For a flag of another library, its error names ours."""
+    """A parser without abbreviated flags. For a flag of another library, its error names ours.
+
+    ``command`` is what usage lines begin with, such as "qbheat train". ``tools/qbheat`` sets it. If
+    a tool runs without ``qbheat``, it is None, and usage lines begin with the name of the file.
+    """
+
+    command: str | None = None
 
     def __init__(self, **options: Any) -> None:
+        options.setdefault("prog", self.command)
         layout = argparse.RawDescriptionHelpFormatter
         super().__init__(formatter_class=layout, allow_abbrev=False, **options)
 

@@ -46,7 +46,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import WEIGHTS, check_inputs, hide_foreign_warnings, make_parser
 
 

@@ -37,7 +37,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import WEIGHTS, add_data_flags, check_inputs, make_parser
 
 _POOR = 10.0  # AP50 in percent

@@ -26,7 +26,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import WEIGHTS, check_inputs, hide_foreign_warnings, make_parser
 
 if TYPE_CHECKING:  # ``main`` imports it after parsing the arguments

@@ -32,7 +32,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import check_inputs, make_parser
 
 if TYPE_CHECKING:  # imported below after the arguments are parsed

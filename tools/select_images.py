@@ -21,7 +21,6 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import WEIGHTS, add_fault_flags, check_inputs, hide_foreign_warnings, make_parser
 
 _TO_SIMULATE = ("strategies", "seeds")

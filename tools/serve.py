@@ -15,11 +15,8 @@ finishes the requests in progress and stops.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import hide_foreign_warnings, make_parser
 
 

@@ -32,12 +32,10 @@ Examples:
 import argparse
 import functools
 import logging
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import (
     Parser,
     add_data_flags,
