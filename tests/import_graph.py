@@ -39,9 +39,9 @@ ALLOWED = {
     "inference": INFERENCE,
     "export": INFERENCE,
     "analysis": INFERENCE | CACHE | {"engine"},
-    "labelling": INFERENCE | CACHE | {"analysis", "engine", "export"},
-    "api": INFERENCE | CACHE | {"analysis", "engine", "export", "labelling"},
-    "app": INFERENCE | {"analysis", "api", "engine", "labelling"},
+    "api": INFERENCE | CACHE | {"analysis", "engine", "export"},
+    "labelling": {"core", "data", "analysis", "api", "engine"},
+    "app": {"core", "analysis", "api", "labelling", "model_zoo"},
 }
 # These collect what is below them, for registration.
 COLLECTORS = {PACKAGE, f"{PACKAGE}.modeling"}
