@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     print_report(report, args)
     if report.skipped and not report.num_images:
         return 2
-    return 1 if report.skipped or report.undrawn else 0
+    return int(bool(report.skipped or report.undrawn))
 
 
 def print_report(report: "Predictions", args: argparse.Namespace) -> None:

@@ -54,9 +54,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             ) from error
         limits = Limits(args.max_megabytes, args.max_megapixels, args.max_waiting)
         serve(
-            args.weights, host=args.host, port=args.port, device=args.device, fast=args.fast,
-            batch_size=args.batch, limits=limits,
-        )  # fmt: skip
+            args.weights,
+            host=args.host,
+            port=args.port,
+            device=args.device,
+            fast=args.fast,
+            batch_size=args.batch,
+            limits=limits,
+        )
 
     run()
 
