@@ -112,11 +112,11 @@ def build(contender: Contender, setting: Setting) -> nn.Module:
     if contender.method == "quarter":
         model = QBHeat(**parts)
     else:
-        encoder = (
-            TokenDroppingEncoder(image_size=setting.size)
-            if contender.method == "tokens"
-            else MaskedConvolutionEncoder(backbone=parts["backbone"])
-        )
+        encoder: nn.Module
+        if contender.method == "tokens":
+            encoder = TokenDroppingEncoder(image_size=setting.size)
+        else:
+            encoder = MaskedConvolutionEncoder(backbone=parts["backbone"])
         model = MaskedReconstruction(
             encoder=encoder,
             decoder=parts["decoder"],
@@ -139,8 +139,9 @@ def prepare(
     """Builds a model on ``device`` and returns its timed calls, in bfloat16 on a GPU."""
     from qbheat_det.solver import build_optimizer
 
-    layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
-    model = build(contender, setting).to(device, memory_format=layout)
+    model = build(contender, setting).to(device)
+    if device.type == "cuda":
+        model = model.to(memory_format=torch.channels_last)
     optimizer = build_optimizer(make_config(contender.variant, setting), model)
     on_device = random_images(batch, setting.size).to(device)
 

@@ -34,7 +34,9 @@ def format_table(rows: Sequence[Mapping[str, Any]], environment: str) -> str:
         lines.append(
             f"| `{name}` | {row['ours']:.4g} | {row['peer']:.4g} | {row['unit']} | {ratio} |\n"
         )
-    machine = f"\nMeasured on: {environment}.\n" if environment else ""
+    machine = ""
+    if environment:
+        machine = f"\nMeasured on: {environment}.\n"
     return f"\n{_HEADS}{''.join(lines)}{machine}\n"
 
 
@@ -44,10 +46,10 @@ def fill(page: str, folder: Path) -> str:
     def table(match: re.Match[str]) -> str:
         start, name, prefix, old, end = match.groups()
         path = folder / f"{name}.json"
-        rows = _read(path)
+        rows = read_json(path)
         if not rows:
             return f"{start}{old}{end}"
-        environments = _read(folder / ENVIRONMENTS) or {}
+        environments = read_json(folder / ENVIRONMENTS) or {}
         start_of = (f"{name}/{prefix or ''}", prefix or f"{name}/")
         chosen = [row for row in rows if row["name"].startswith(start_of)]
         if not chosen:
@@ -57,7 +59,8 @@ def fill(page: str, folder: Path) -> str:
     return _BLOCK.sub(table, page)
 
 
-def _read(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """Returns the content of a file, or None if there is none."""
     if not path.is_file():
         return None
     return json.loads(path.read_text(encoding="utf-8"))
