@@ -90,7 +90,8 @@ def draw_arrows(places: dict[str, tuple[float, float]]) -> Iterator[str]:
     """Yields an arrow for each import that does not follow from other imports."""
     for source, targets in sorted(reduce_graph(area_graph()).items()):
         for target in sorted(targets):
-            (x1, y1), (x2, y2) = places[source], places[target]
+            x1, y1 = places[source]
+            x2, y2 = places[target]
             if y1 == y2:  # beside each other: from edge to edge
                 middle = y1 + BOX_HEIGHT / 2
                 half_width = math.copysign(BOX_WIDTH / 2, x2 - x1)

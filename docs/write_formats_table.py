@@ -11,7 +11,8 @@ from qbheat_det.data.datasets.formats import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "train.md"
-_BEGIN, _END = "<!-- begin: docs/write_formats_table.py -->", "<!-- end -->"
+_BEGIN = "<!-- begin: docs/write_formats_table.py -->"
+_END = "<!-- end -->"
 
 
 def update(text: str) -> str:

@@ -134,9 +134,10 @@ class Trained:
         export_backbone(self.weights, Path(output), overwrite=overwrite)
 
     def _require_weights(self, verb: str, *, deployed: bool = True) -> None:
-        if self.model is None or (not deployed and isinstance(self.model, DeployedModel)):
-            kind = "exported" if self.model is None else "deployed"
-            raise UserError(f"'{self.weights}' is {kind}: {verb} its weights")
+        if self.model is None:
+            raise UserError(f"'{self.weights}' is exported: {verb} its weights")
+        if isinstance(self.model, DeployedModel) and not deployed:
+            raise UserError(f"'{self.weights}' is deployed: {verb} its weights")
 
 
 class Encoder(Trained):
@@ -169,8 +170,10 @@ class Encoder(Trained):
             return encode(self.model, self.cfg, pictures)
         if len({picture.shape for picture in pictures}) > 1:
             raise UserError("an exported encoder needs images of one size")
-        step = -1 if self._exported.info.pixel_format == "BGR" else 1
-        outputs = self._exported(np.stack(pictures)[..., ::step])
+        batch = np.stack(pictures)
+        if self._exported.info.pixel_format == "BGR":
+            batch = batch[..., ::-1]
+        outputs = self._exported(batch)
         return {name: torch.from_numpy(value) for name, value in outputs.items()}
 
     @property
