@@ -58,9 +58,9 @@ ALLOWED = {
     "inference": INFERENCE,
     "export": INFERENCE,
     "analysis": INFERENCE | CACHE | {"engine"},
-    "labelling": INFERENCE | CACHE | {"analysis", "api", "engine", "export"},
     "api": INFERENCE | CACHE | {"analysis", "engine", "export"},
-    "app": INFERENCE | {"analysis", "api", "engine", "labelling"},
+    "labelling": {"core", "data", "analysis", "api", "engine"},
+    "app": {"core", "tasks", "analysis", "api", "labelling", "model_zoo"},
 }
 # These collect what is below them, for registration.
 COLLECTORS = {PACKAGE, f"{PACKAGE}.modeling"}

@@ -32,12 +32,9 @@ Examples:
 import argparse
 import dataclasses
 import functools
-import sys
 import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import (
     Parser,
     add_data_flags,

@@ -16,8 +16,21 @@ from qbheat_det.checkpoint import load_run_config
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.deployment import deploy
-from qbheat_det.inference.images import Image, Picture, is_collection, is_video, open_images
-from qbheat_det.inference.predict import BatchPredictor, Predictor, build_predictor, find_boxes
+from qbheat_det.inference.images import (
+    Image,
+    NamedImage,
+    Picture,
+    is_collection,
+    is_video,
+    open_images,
+)
+from qbheat_det.inference.predict import (
+    BatchPredictor,
+    Predictor,
+    build_predictor,
+    check_elongation,
+    find_boxes,
+)
 from qbheat_det.inference.results import Detections
 
 from .encoder import Trained, names_mistakes
@@ -58,7 +71,9 @@ class Detector(Trained):
         """``cfg`` is the config of the predictor's model, including ``MODEL.WEIGHTS``."""
         self._predictor = predictor
         self.cfg = cfg
-        self.model = predictor.model if isinstance(predictor, BatchPredictor) else None
+        self.model = None
+        if isinstance(predictor, BatchPredictor):
+            self.model = predictor.model
 
     @property
     def class_names(self) -> list[str]:
@@ -117,10 +132,12 @@ class Detector(Trained):
         Raises:
             UserError: a file is missing or not an image, or an argument is out of range.
         """
-        found = self.stream(images, threshold=threshold, batch_size=batch_size, tile=tile)
+        detections = self.stream(images, threshold=threshold, batch_size=batch_size, tile=tile)
         if is_video(images):
-            return found
-        return list(found) if is_collection(images) else next(found)
+            return detections
+        if is_collection(images):
+            return list(detections)
+        return next(detections)
 
     __call__ = predict
 
@@ -145,6 +162,13 @@ class Detector(Trained):
             batch_size=batch_size,
             tile=tile,
         )
+
+    def check_image(self, image: Image, name: str) -> None:
+        """Raises ``UnreadableImage`` if an RGB image (H, W, 3) is too elongated to be resized.
+
+        ``name`` names the image in the message.
+        """
+        check_elongation(NamedImage(image, None, name), self.cfg)
 
     def deploy(
         self,

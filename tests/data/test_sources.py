@@ -427,4 +427,4 @@ def test_the_table_of_the_documentation_is_that_of_the_formats():
     root = Path(__file__).resolve().parents[2]
     text = (root / "docs" / "train.md").read_text("utf-8")
     table = runpy.run_path(str(root / "docs" / "write_formats_table.py"))
-    assert text == table["update"](text), "run: python docs/write_formats_table.py"
+    assert text == table["update"](text), "run: python -m docs.write_formats_table"

@@ -34,7 +34,7 @@ def test_the_file_of_the_repository_has_the_entries_of_the_package(monkeypatch):
     monkeypatch.setattr(sources, "SHIPPED", package / "weights")
     monkeypatch.setattr(index, "INDEX_FILE", package / "index.json")
     text = (ROOT / "MODEL_ZOO.md").read_text(encoding="utf-8")
-    assert text == TABLE["update"](text), "run: python docs/write_zoo_table.py"
+    assert text == TABLE["update"](text), "run: python -m docs.write_zoo_table"
     links = re.findall(r"\]\(configs/([^)]+)\)", text)
     assert links
     for link in links:
