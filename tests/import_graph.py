@@ -13,7 +13,7 @@ MIDDLE = BASE | {"data", "checkpoint", "solver", "evaluation"}
 _KINDS = ("backbone", "pretrain", "detr", "dense", "retinanet", "classification")
 MODELING = {f"modeling.{name}" for name in _KINDS}
 CACHE = {"feature_cache"}
-INFERENCE = MIDDLE | MODELING | {"deployment", "inference", "model_zoo", "probing"}
+INFERENCE = MIDDLE | MODELING | {"deployment", "fast", "inference", "model_zoo", "probing"}
 
 # Which areas each area may import, besides itself. `docs/architecture.md` explains the table.
 ALLOWED = {
@@ -31,10 +31,12 @@ ALLOWED = {
     "modeling.detr": BASE | {"modeling.image_model", "modeling.atss"},
     "modeling.retinanet": BASE | {"modeling.image_model", "modeling.atss", "modeling.dense"},
     "feature_cache": MIDDLE | {"modeling.backbone", "modeling.image_model"},
+    # Subclasses of layers and of models' blocks.
+    "fast": BASE | MODELING,
     # Names no model class.
-    "engine": MIDDLE | CACHE,
+    "engine": MIDDLE | CACHE | {"fast"},
     "probing": MIDDLE | MODELING,
-    "deployment": MIDDLE | MODELING,
+    "deployment": MIDDLE | MODELING | {"fast"},
     "model_zoo": MIDDLE | MODELING,
     "inference": INFERENCE,
     "export": INFERENCE,

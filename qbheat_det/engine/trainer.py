@@ -31,7 +31,7 @@ from qbheat_det.core.errors import Interrupted, UserError
 from qbheat_det.core.files import replace_folders, write_atomically
 from qbheat_det.data import ImageBatches, build_train_stream
 from qbheat_det.feature_cache import TeacherFeatures, use_cached_features
-from qbheat_det.layers.depthwise import speed_up_depthwise
+from qbheat_det.fast import optimize
 from qbheat_det.modeling.contracts import needs_teacher, pretrain_only_modules
 from qbheat_det.solver import (
     build_lr_scheduler,
@@ -76,8 +76,7 @@ class Trainer(DefaultTrainer):
         self.cached_features = use_cached_features(self.cfg, self.bare_model)
         self.teacher = TeacherFeatures(self.cfg) if needs_teacher(self.bare_model) else None
         precision = choose_precision(self.cfg)
-        if self.cfg.MODEL.DEVICE == "cpu":
-            speed_up_depthwise(self.bare_model)
+        optimize(self.bare_model, "cpu_training" if self.cfg.MODEL.DEVICE == "cpu" else "training")
         optimizer = build_optimizer(self.cfg, self.bare_model)
         self._average, keys = None, self.cfg.SOLVER.EMA
         if keys.ENABLED:

@@ -156,8 +156,8 @@ def write_model(
     For ``image_size``, see ``export_model``. ``int8`` prepares the file for ``quantize_onnx``.
     Raises a ``UserError`` if the model cannot be exported or a package is missing.
     """
-    exportable = build_exportable(model, cfg, image_size=image_size)
-    program = trace_images(exportable, image_size, int8=int8)
+    exportable = build_exportable(model, cfg, image_size=image_size, int8=int8)
+    program = trace_images(exportable, image_size)
     description = exportable.info.to_json()
     write_onnx(program, path, ["images"], exportable.info.outputs, {METADATA_KEY: description})
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from detectron2.config import CfgNode, configurable
-from detectron2.layers import FrozenBatchNorm2d, ShapeSpec, get_norm
+from detectron2.layers import Conv2d, FrozenBatchNorm2d, ShapeSpec, get_norm
 from detectron2.modeling import BACKBONE_REGISTRY, Backbone
 from timm.layers import DropPath
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from qbheat_det.layers import (
     Mobile,
     MobileFormerBlock,
     MobileToFormer,
-    NormedConv2d,
     halve,
     padding_mask,
     pointwise,
@@ -95,7 +94,7 @@ class MobileFormer(Backbone):
         self.tokens = nn.Parameter(torch.empty(arch.num_tokens, arch.token_dim))
         sizes = {"kernel_size": 3, "stride": 2, "padding": 1, "bias": False}
         stem_norm = get_norm(norm, arch.stem)
-        self.stem: nn.Module = NormedConv2d(in_channels, arch.stem, **sizes, norm=stem_norm)
+        self.stem: nn.Module = Conv2d(in_channels, arch.stem, **sizes, norm=stem_norm)
         needed = 1 + max(map(known.index, out_features))  # the last two outputs need all stages
         needed = min(needed, len(self._stage_names))
         self.stages = _build_stages(arch, needed, norm, drop_path)

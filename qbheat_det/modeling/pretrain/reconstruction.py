@@ -20,7 +20,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.layers import Linear, attend, linear, replace_linear_layers
+from qbheat_det.layers import DotProductAttention
 from qbheat_det.modeling.image_model import PretrainingModel, check_value, find_map
 
 _EPSILON = 1e-6  # added to the variance of a patch, as in MAE
@@ -31,6 +31,11 @@ class DecoderBlock(Block):
 
     In training, the last block skips visible patches, because they are not part of the loss.
     """
+
+    def __init__(self, dim: int, num_heads: int, **settings: Any) -> None:
+        """Takes the arguments of timm's ``Block``."""
+        super().__init__(dim, num_heads, **settings)
+        self.attend = DotProductAttention()
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Takes (N, L, D). Returns updated features, only at ``positions`` (N, K) if given."""
@@ -47,10 +52,10 @@ class DecoderBlock(Block):
         weight_q, weight_kv = attention.qkv.weight.split([dim, 2 * dim])
         bias_q, bias_kv = attention.qkv.bias.split([dim, 2 * dim])
         heads = (attention.num_heads, -1)
-        query = linear(queries, weight_q, bias_q).unflatten(2, heads).transpose(1, 2)
-        pairs = linear(memory, weight_kv, bias_kv).unflatten(2, (2, *heads))
+        query = F.linear(queries, weight_q, bias_q).unflatten(2, heads).transpose(1, 2)
+        pairs = F.linear(memory, weight_kv, bias_kv).unflatten(2, (2, *heads))
         key, value = pairs.permute(2, 0, 3, 1, 4).unbind(0)
-        return attention.proj(attend(query, key, value))
+        return attention.proj(self.attend(query, key, value))
 
 
 class ReconstructionDecoder(nn.Module):
@@ -87,7 +92,7 @@ class ReconstructionDecoder(nn.Module):
         self.grid_size = grid_size
         self.patch_size = patch_size
         self.image_size = grid_size * patch_size  # side in pixels
-        self.embed = nn.Identity() if in_channels == dim else Linear(in_channels, dim)
+        self.embed = nn.Identity() if in_channels == dim else nn.Linear(in_channels, dim)
         position = build_sincos2d_pos_embed([grid_size, grid_size], dim)
         self.register_buffer("position", position, persistent=False)
         self.position: Tensor  # (G * G, dim)
@@ -98,9 +103,8 @@ class ReconstructionDecoder(nn.Module):
                 for _ in range(depth)
             )
         )
-        replace_linear_layers(self.blocks)
         self.norm = norm(dim)
-        self.head = Linear(dim, 3 * patch_size**2)
+        self.head = nn.Linear(dim, 3 * patch_size**2)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
