@@ -74,7 +74,6 @@ def compare(images: Tensor, peers: tuple[str, ...], *, quick: bool) -> list[Resu
                 quick=quick,
                 device=images.device.type,
                 dtype=torch.float32 if as_built else torch.bfloat16,
-                image_sizes=((images.shape[-2], images.shape[-1]),),
             )
             if as_built:
                 forward = partial(_in_bfloat16, forward)

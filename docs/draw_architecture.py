@@ -22,7 +22,7 @@ ROWS = (
     ("analysis", "export"),
     ("engine", "inference"),
     ("feature_cache", "probing", "labelling", "deployment", "model_zoo"),
-    ("modeling.retinanet", "modeling.detr", "modeling.pretrain", "modeling.classification"),
+    ("modeling.retinanet", "modeling.detr", "modeling.pretrain", "modeling.classification", "fast"),
     ("modeling.dense", "modeling.atss", "evaluation"),
     ("data", "checkpoint", "solver", "modeling.backbone", "modeling.image_model"),
     ("layers", "config", "core", "modeling.contracts"),

@@ -30,8 +30,8 @@ from qbheat_det.core.environment import find_commit
 from qbheat_det.core.errors import Interrupted, UserError
 from qbheat_det.core.files import replace_folders, write_atomically
 from qbheat_det.data import ImageBatches, build_train_stream
-from qbheat_det.feature_cache import TeacherFeatures, use_cached_features
 from qbheat_det.fast import optimize
+from qbheat_det.feature_cache import TeacherFeatures, use_cached_features
 from qbheat_det.modeling.contracts import needs_teacher, pretrain_only_modules
 from qbheat_det.solver import (
     build_lr_scheduler,

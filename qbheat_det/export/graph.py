@@ -222,7 +222,7 @@ def build_exportable(
     Args:
         model: a model with its weights.
         cfg: its config.
-        image_size: (H, W) in pixels if the graph is traced for single images of one size.
+        image_size: (H, W) in pixels, only for the metadata of the exported file.
         int8: whether the file will be quantized, for which weights must be constants.
 
     Raises:
@@ -232,8 +232,6 @@ def build_exportable(
     fold_batch_norms(model)
     if int8:
         optimize(model, "int8")
-    elif image_size:
-        optimize(model, "image_graph")
     head = build_head(model)
     backbone = get_backbone(model)
     assert backbone is not None  # else ``build_head`` raises an error

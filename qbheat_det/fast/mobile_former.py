@@ -5,8 +5,8 @@ A dynamic ReLU, max(low x, high x), is a PReLU times the larger slope. The PReLU
 the feature map. The larger slope, one number per channel, is multiplied into the weights of the
 next convolution.
 
-In inference, a block uses this for one unpadded image without gradients, and otherwise computes as
-the plain block does. In graphs for one image, the blocks named ``Traced…`` always use it.
+A block does so for one unpadded image without gradients. Otherwise it computes as the plain block.
+It is not used in exported files, where it saves only 3 to 4 %.
 """
 
 import torch
