@@ -248,7 +248,7 @@ def build_exportable(
     )
     # Paths of the exporting machine may be private.
     defaults = get_cfg()
-    own = {"MODEL.WEIGHTS": defaults.MODEL.WEIGHTS, "OUTPUT_DIR": defaults.OUTPUT_DIR}
+    paths = {"MODEL.WEIGHTS": defaults.MODEL.WEIGHTS, "OUTPUT_DIR": defaults.OUTPUT_DIR}
     info = ExportInfo(
         task=head.task,
         outputs=head.outputs,
@@ -258,7 +258,7 @@ def build_exportable(
         image_size=image_size,
         score_threshold=head.score_threshold,
         model=str(cfg.MODEL.META_ARCHITECTURE),
-        config=dump_config(with_values(cfg, own)),
+        config=dump_config(with_values(cfg, paths)),
         version=VERSION,
     )
     return ExportableModel(preprocessing, backbone, head, info).eval()

@@ -203,7 +203,8 @@ def arch_from_config(cfg: CfgNode) -> MobileFormerArch:
 def _build_stages(arch: MobileFormerArch, count: int, norm: str, drop_path: float) -> nn.ModuleList:
     """Builds the first ``count`` stages."""
     rates = torch.linspace(0, drop_path, len(arch.blocks), device="cpu").tolist()
-    stages, channels = nn.ModuleList([nn.ModuleList()]), arch.stem
+    stages = nn.ModuleList([nn.ModuleList()])
+    channels = arch.stem
     for spec, rate in zip(arch.blocks, rates, strict=True):
         if spec.halves and len(stages) == count:
             break
@@ -222,13 +223,18 @@ def _build_block(
     if spec.kind in ("lite", "lite_down"):
         return LiteBottleneck(**widths, norm=norm, stride=2 if spec.halves else 1)
     widths["token_dim"] = token_dim
-    kind: type[Mobile] | type[DownMobile] = Mobile
+    to_former = MobileToFormer(token_dim=token_dim, channels=channels)
+    former = Former(token_dim=token_dim, drop_path=drop_path)
+    mobile: Mobile | DownMobile
     if spec.kind == "down":
-        kind, widths["second_hidden"] = DownMobile, spec.second_hidden
+        second_hidden = spec.second_hidden
+        mobile = DownMobile(**widths, second_hidden=second_hidden, norm=norm, drop_path=drop_path)
+    else:
+        mobile = Mobile(**widths, norm=norm, drop_path=drop_path)
     return MobileFormerBlock(
-        to_former=MobileToFormer(token_dim=token_dim, channels=channels),
-        former=Former(token_dim=token_dim, drop_path=drop_path),
-        mobile=kind(**widths, norm=norm, drop_path=drop_path),
+        to_former=to_former,
+        former=former,
+        mobile=mobile,
         to_mobile=FormerToMobile(token_dim=token_dim, channels=spec.out),
     )
 
