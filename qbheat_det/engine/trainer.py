@@ -72,11 +72,11 @@ class Trainer(DefaultTrainer):
         self.cfg = resolve_schedule(cfg, num_images=stream.num_images)
         logger.info(describe_schedule(cfg, self.cfg, stream.num_images))
         self.bare_model = self.build_model(self.cfg)
+        optimize(self.bare_model, "cpu_training" if self.cfg.MODEL.DEVICE == "cpu" else "training")
         logger.info(describe_model(self.cfg, self.bare_model))
         self.cached_features = use_cached_features(self.cfg, self.bare_model)
         self.teacher = TeacherFeatures(self.cfg) if needs_teacher(self.bare_model) else None
         precision = choose_precision(self.cfg)
-        optimize(self.bare_model, "cpu_training" if self.cfg.MODEL.DEVICE == "cpu" else "training")
         optimizer = build_optimizer(self.cfg, self.bare_model)
         self._average, keys = None, self.cfg.SOLVER.EMA
         if keys.ENABLED:
