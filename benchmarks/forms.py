@@ -4,11 +4,9 @@
 eager     the model as it is built
 compiled  peers: channels-last, ``torch.compile`` for one size; CUDA graphs on a GPU
 frozen    like "compiled", with constant weights, which folds BatchNorm; can be faster or slower
-deploy    ours: the output of ``qbheat_det.deploy`` for one size
-deploy_all_sizes  like "deploy" without a size, so that nothing is compiled
+deploy    ours: the output of ``qbheat_det.deploy``
 
-All use float32. ``compiled_bf16`` and ``deploy_bf16`` use bfloat16 if the processor supports it:
-peers for weights and images, ours by autocast.
+All use float32, except on GPUs. There, peers use bfloat16 for weights and images, ours by autocast.
 
 Run as a program with NAME FORM HEIGHT WIDTH THREADS QUICK, it makes forward passes on request; see
 ``workers.py``. Its first answer has the seconds until the ``first`` result and the ``report`` of a
@@ -33,9 +31,10 @@ from benchmarks.detectors import DETECTORS, Forward, random_images
 from benchmarks.timing import set_threads
 from benchmarks.workers import Worker, open_answers, said, started
 
-EAGER, COMPILED, FROZEN, DEPLOYED = "eager", "compiled", "frozen", "deploy"
-DEPLOYED_ALL_SIZES = f"{DEPLOYED}_all_sizes"
-COMPILED_BF16, DEPLOYED_BF16 = f"{COMPILED}_bf16", f"{DEPLOYED}_bf16"
+EAGER = "eager"
+COMPILED = "compiled"
+FROZEN = "frozen"
+DEPLOYED = "deploy"
 
 
 @functools.cache
@@ -46,27 +45,18 @@ def build(
     quick: bool = False,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
-    image_sizes: tuple[tuple[int, int], ...] = (),
 ) -> Forward:
     """Builds one of ``DETECTORS`` in a form; cached per process, as compiling takes minutes.
 
-    With ``quick``, no C++ compiler is called. Code is compiled for ``image_sizes`` (height, width).
+    With ``quick``, no C++ compiler is called.
     """
-    if form in (COMPILED_BF16, DEPLOYED_BF16):
-        form, dtype = form.removesuffix("_bf16"), torch.bfloat16
     detector = DETECTORS[name]
     torch.manual_seed(0)
     model = detector.load()().to(device)
-    if form in (DEPLOYED, DEPLOYED_ALL_SIZES):
+    if form == DEPLOYED:
         from qbheat_det import deploy
 
-        is_compiled = form == DEPLOYED and not quick
-        fast = deploy(
-            model,
-            precision=str(dtype).removeprefix("torch."),
-            compile="auto" if is_compiled else "off",
-            image_sizes=image_sizes if is_compiled else (),
-        )
+        fast = deploy(model, precision=str(dtype).removeprefix("torch."))
         return partial(detector.call, fast)
     model = model.to(dtype)
     if form in (COMPILED, FROZEN):
@@ -171,7 +161,7 @@ def main() -> None:
             if ":" in form:
                 forward = open_file(form, threads)
             else:
-                forward = build(name, form, quick=bool(quick), image_sizes=((height, width),))
+                forward = build(name, form, quick=bool(quick))
             forward(images)
             answer({"first": time.perf_counter() - start, "report": report_of(forward)})
             for _ in sys.stdin:

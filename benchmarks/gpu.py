@@ -83,7 +83,6 @@ def compare(images: Tensor, peers: tuple[str, ...], *, quick: bool) -> list[Resu
                 quick=quick,
                 device=images.device.type,
                 dtype=dtype,
-                image_sizes=((images.shape[-2], images.shape[-1]),),
             )
             if as_built:
                 forward = partial(run_in_bfloat16, forward)

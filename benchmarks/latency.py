@@ -8,21 +8,9 @@ size, 640 x 640. Each detector has its own process, because deploying changes ho
 freed memory. The processes take turns.
 """
 
-import torch
-
 from benchmarks.detectors import DETECTORS, HEIGHT, OURS, PEERS, WIDTH
-from benchmarks.forms import (
-    COMPILED,
-    COMPILED_BF16,
-    DEPLOYED,
-    DEPLOYED_ALL_SIZES,
-    DEPLOYED_BF16,
-    EAGER,
-    FROZEN,
-    Forwards,
-)
+from benchmarks.forms import COMPILED, DEPLOYED, EAGER, FROZEN, Forwards
 from benchmarks.timing import Result, Sample, samples_in_rounds
-from qbheat_det.core.environment import supports_bfloat16
 
 Contender = tuple[str, str]  # name of a detector, and its form
 _ROUNDS = 7
@@ -31,11 +19,7 @@ RT_DETR_SIDE = 640
 AT_TEST_SIZE: list[tuple[Contender, Contender]] = [
     *(((ours, EAGER), (peer, EAGER)) for ours in OURS for peer in PEERS),
     *(((ours, DEPLOYED), ("detr_r50", form)) for ours in OURS for form in (EAGER, COMPILED)),
-    *(((ours, form), (ours, EAGER)) for ours in OURS for form in (DEPLOYED_ALL_SIZES, DEPLOYED)),
-]
-# Measured only if the processor supports bfloat16.
-IN_BF16: list[tuple[Contender, Contender]] = [
-    ((ours, DEPLOYED_BF16), ("detr_r50", COMPILED_BF16)) for ours in OURS
+    *(((ours, DEPLOYED), (ours, EAGER)) for ours in OURS),
 ]
 AT_640: list[tuple[Contender, Contender]] = [
     (("285m_211", EAGER), ("rt_detr_r18", EAGER)),
@@ -47,11 +31,11 @@ AT_640: list[tuple[Contender, Contender]] = [
 
 def run(*, quick: bool, threads: int = 2) -> list[Result]:
     """Times all detectors in turns, each in its own process."""
-    height, width, side = HEIGHT, WIDTH, RT_DETR_SIDE
-    if quick:
-        height, width, side = height // 4, width // 4, side // 4
-    pairs = AT_TEST_SIZE + (IN_BF16 if supports_bfloat16(torch.device("cpu")) or quick else [])
-    rows = compare(pairs, height, width, threads=threads, quick=quick)
+    shrink = 4 if quick else 1
+    height = HEIGHT // shrink
+    width = WIDTH // shrink
+    side = RT_DETR_SIDE // shrink
+    rows = compare(AT_TEST_SIZE, height, width, threads=threads, quick=quick)
     return rows + compare(AT_640, side, side, threads=threads, quick=quick, where="640_")
 
 
@@ -82,11 +66,10 @@ def compare(
 
 
 def row_of(ours: Contender, peer: Contender, samples: dict[str, Sample], where: str = "") -> Result:
-    """Returns the row of a pair; its name omits the form of an eager peer, and has one "bf16"."""
+    """Returns the row of a pair; its name omits the form of an eager peer."""
     form = "" if peer[1] == EAGER and peer[0] != ours[0] else f"_{peer[1]}"
-    own = ours[1].removesuffix("_bf16") if peer[1].endswith("_bf16") else ours[1]
     return Result.lower_is_better(
-        f"latency/{ours[0]}_{where}{own}_vs_{peer[0]}{form}",
+        f"latency/{ours[0]}_{where}{ours[1]}_vs_{peer[0]}{form}",
         samples["/".join(ours)].median,
         samples["/".join(peer)].median,
         "s",

@@ -19,7 +19,7 @@ ROWS = (
     ("api",),
     ("analysis", "export"),
     ("engine", "inference"),
-    ("feature_cache", "probing", "deployment", "model_zoo"),
+    ("feature_cache", "probing", "deployment", "model_zoo", "fast"),
     ("modeling.dense_detectors", "modeling.detr", "modeling.pretrain", "modeling.classification"),
     ("modeling.distillation_teacher", "tasks"),
     ("data", "evaluation", "checkpoint", "solver", "modeling.backbone", "modeling.parts"),

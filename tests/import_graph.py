@@ -32,7 +32,7 @@ MIDDLE = BASE | {"data", "checkpoint", "solver", "evaluation", "tasks"}
 _KINDS = ("backbone", "pretrain", "detr", "dense_detectors", "classification")
 MODELING = {f"modeling.{name}" for name in _KINDS}
 CACHE = {"feature_cache"}
-INFERENCE = MIDDLE | MODELING | {"deployment", "inference", "model_zoo", "probing"}
+INFERENCE = MIDDLE | MODELING | {"deployment", "fast", "inference", "model_zoo", "probing"}
 
 # Which areas each area may import, besides itself. `docs/architecture.md` explains the table.
 ALLOWED = {
@@ -50,10 +50,12 @@ ALLOWED = {
     "modeling.distillation_teacher": PARTS | {"modeling.backbone"},
     "modeling.pretrain": PARTS | {"modeling.distillation_teacher"},
     "feature_cache": MIDDLE | {"modeling.parts", "modeling.distillation_teacher"},
+    # Subclasses of layers and of models' blocks.
+    "fast": BASE | MODELING,
     # Names no model class.
-    "engine": MIDDLE | CACHE,
+    "engine": MIDDLE | CACHE | {"fast"},
     "probing": MIDDLE | MODELING,
-    "deployment": MIDDLE | MODELING,
+    "deployment": MIDDLE | MODELING | {"fast"},
     "model_zoo": MIDDLE | MODELING,
     "inference": INFERENCE,
     "export": INFERENCE,

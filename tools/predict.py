@@ -9,7 +9,7 @@ examples:
   # override config keys: here, larger test images
   qbheat predict --weights output/run --images photo.jpg INPUT.MIN_SIZE_TEST 1000
 
-  # use the fastest equivalent form; add MODEL.DEPLOY.IMAGE_SIZES [[H,W]] to compile for a size
+  # use the fastest equivalent form
   qbheat predict --weights output/run --images photos/ --json boxes.json --fast
 
   # run a classifier, and write the five most likely classes of each image

@@ -170,28 +170,18 @@ class Detector(Trained):
         """
         check_elongation(NamedImage(image, None, name), self.cfg)
 
-    def deploy(
-        self,
-        *,
-        precision: str = "float32",
-        compile: str = "auto",
-        image_sizes: Sequence[Sequence[int]] = (),
-    ) -> "Detector":
+    def deploy(self, *, precision: str = "float32") -> "Detector":
         """Returns a copy in the fastest equivalent form, see ``qbheat_det.deploy``.
 
         Args:
             precision: "float32" or "bfloat16". bfloat16 changes the results slightly.
-            compile: "auto" or "off".
-            image_sizes: sizes to compile for, as (height, width) of resized images in pixels.
 
         Raises:
             UserError: an argument is invalid, or the detector is already exported or deployed.
         """
         self._require_weights("deploy")
         predictor: Any = copy.copy(self._predictor)
-        predictor.model = deploy(
-            predictor.model, precision=precision, compile=compile, image_sizes=image_sizes
-        )
+        predictor.model = deploy(predictor.model, precision=precision)
         return Detector(predictor, self.cfg)
 
     @names_mistakes({"device": "load(weights, device=…)", "source": "data"})

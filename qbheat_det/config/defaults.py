@@ -21,9 +21,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         # Convert the loaded model to the fastest equivalent form on the device.
         "ENABLED": False,
         "PRECISION": "float32",  # or "bfloat16", which can be faster and changes AP by a few tenths
-        # "auto" compiles for IMAGE_SIZES; if these are empty, for all sizes on GPUs. Or "off".
-        "COMPILE": "auto",
-        "IMAGE_SIZES": [],  # [[height, width], …] in pixels, after resizing
         "KEEP_MEMORY": True,  # like SOLVER.KEEP_MEMORY, for the next image
     },
     "MODEL.MOBILE_FORMER": {

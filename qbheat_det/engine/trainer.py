@@ -31,9 +31,9 @@ from qbheat_det.core.environment import find_commit
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import ImageBatches, TrainStream, build_train_stream
+from qbheat_det.fast import optimize
 from qbheat_det.feature_cache import DistillationTargets, use_cached_features
 from qbheat_det.feature_cache.filling import Fill, fill
-from qbheat_det.layers.depthwise import speed_up_depthwise
 from qbheat_det.modeling.contracts import needs_targets, pretrain_only_modules
 from qbheat_det.solver import (
     build_lr_scheduler,
@@ -81,6 +81,7 @@ class Trainer(DefaultTrainer):
         logger.info(describe_schedule(cfg, self.cfg, data_loader.num_images))
         cfg = self.cfg
         self.bare_model = self.build_model(cfg)
+        optimize(self.bare_model, "cpu_training" if cfg.MODEL.DEVICE == "cpu" else "training")
         logger.info(describe_model(cfg, self.bare_model))
         # Before the optimizer is built, as it replaces a frozen encoder.
         self.cached_features = use_cached_features(cfg, self.bare_model, fill=fill)
@@ -88,8 +89,6 @@ class Trainer(DefaultTrainer):
         if needs_targets(self.bare_model):
             self.targets = DistillationTargets(cfg, fill=fill)
         precision = choose_precision(cfg)
-        if cfg.MODEL.DEVICE == "cpu":
-            speed_up_depthwise(self.bare_model)
         optimizer = self.build_optimizer(cfg, self.bare_model)
         self._average = None
         self._mean_teacher = None

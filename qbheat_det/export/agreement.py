@@ -120,20 +120,16 @@ def measure_agreement(
         for batch in _make_batches(images, size, model.info.image_size):
             outputs = model.run(batch)
             for index, image in enumerate(batch):
-                one = {name: value[index : index + 1] for name, value in outputs.items()}
-                row.num_images += 1
+                results = {name: value[index : index + 1] for name, value in outputs.items()}
                 expected = reference(image)
+                row.num_images += 1
                 if model.info.task == "detection":
                     threshold = model.info.score_threshold
-                    compare_detections(row, one, expected, threshold, image.shape[:2], tolerance)
-                    continue
-                for name, value in expected.items():
-                    largest = float(np.abs(value).max()) or 1.0
-                    scale = largest if model.info.task == "features" else 1.0
-                    fits = one[name].shape == value.shape and np.isfinite(scale)
-                    difference = _largest(one[name] - value) / scale if fits else np.inf
-                    row.score = max(row.score, difference)
-                    row.num_values += value.size
+                    size = image.shape[:2]
+                    compare_detections(row, results, expected, threshold, size, tolerance)
+                else:
+                    is_relative = model.info.task == "features"
+                    compare_values(row, results, expected, is_relative=is_relative)
         rows.append(row)
     return ExportReport(rows, model.info.task, tolerance, source)
 
@@ -144,20 +140,21 @@ def build_reference(predictor: DefaultPredictor, cfg: CfgNode, task: Task) -> Re
 
     def detect(image: Images) -> Outputs:
         bgr = image[:, :, ::-1] if cfg.INPUT.FORMAT == "RGB" else image
-        found = predictor(bgr)["instances"].to("cpu")
-        found = found[found.scores.argsort(descending=True)]
+        detections = predictor(bgr)["instances"].to("cpu")
+        detections = detections[detections.scores.argsort(descending=True)]
         return {
-            "boxes": found.pred_boxes.tensor[None].numpy(),
-            "scores": found.scores[None].numpy(),
-            "labels": found.pred_classes[None].numpy(),
-            "counts": np.array([len(found)]),
+            "boxes": detections.pred_boxes.tensor[None].numpy(),
+            "scores": detections.scores[None].numpy(),
+            "labels": detections.pred_classes[None].numpy(),
+            "counts": np.array([len(detections)]),
         }
 
     def classify(image: Images) -> Outputs:
         # The same crop as ClassificationMapper, but without its faster JPEG decoding.
         height, width = image.shape[:2]
         side = max(1, round(cfg.INPUT.CLASSIFY.TEST_CROP * min(height, width)))
-        top, left = (height - side) // 2, (width - side) // 2
+        top = (height - side) // 2
+        left = (width - side) // 2
         square = to_pillow(image[top : top + side, left : left + side])
         resized = square.resize((model.image_size, model.image_size), Resampling.BILINEAR)
         pixels = torch.from_numpy(np.array(resized)).permute(2, 0, 1)
@@ -196,6 +193,22 @@ def fit_image(image: Images, size: tuple[int, ...]) -> Images:
     return image
 
 
+def compare_values(row: Agreement, got: Outputs, expected: Outputs, *, is_relative: bool) -> None:
+    """Updates ``row`` with the differences of scores or features of an image.
+
+    If ``is_relative``, differences are divided by the largest expected value of an output.
+    """
+    for name, value in expected.items():
+        scale = 1.0
+        if is_relative:
+            scale = float(np.abs(value).max()) or 1.0
+        difference = np.inf
+        if got[name].shape == value.shape and np.isfinite(scale):
+            difference = _largest(got[name] - value) / scale
+        row.score = max(row.score, difference)
+        row.num_values += value.size
+
+
 def compare_detections(
     row: Agreement,
     got: Outputs,
@@ -209,16 +222,18 @@ def compare_detections(
     A detection may stay unmatched if its score is at most ``tolerance`` above ``threshold``. If the
     table of the other result is full, its lowest score replaces a lower ``threshold``.
     """
-    mine, theirs = (to_instances(outputs, (size[0], size[1]))[0] for outputs in (got, expected))
-    boxes = [found.pred_boxes.tensor.double().numpy() for found in (mine, theirs)]
-    scores = [found.scores.double().numpy() for found in (mine, theirs)]
+    height, width = size
+    ours = to_instances(got, (height, width))[0]
+    theirs = to_instances(expected, (height, width))[0]
+    boxes = [detections.pred_boxes.tensor.double().numpy() for detections in (ours, theirs)]
+    scores = [detections.scores.double().numpy() for detections in (ours, theirs)]
     if not all(np.isfinite(values).all() for values in (*boxes, *scores)):
         row.score = np.inf
         return
     side = max(size)
     box_gap = np.abs(boxes[0][:, None] - boxes[1][None]).max(axis=2, initial=0.0)  # (A, B)
     score_gap = np.abs(scores[0][:, None] - scores[1][None])
-    differs = mine.pred_classes.numpy()[:, None] != theirs.pred_classes.numpy()[None]
+    differs = ours.pred_classes.numpy()[:, None] != theirs.pred_classes.numpy()[None]
     differs |= np.maximum(score_gap, box_gap / side) > max(10 * tolerance, 0.01)
     first, second = linear_sum_assignment(score_gap + box_gap / side + 10 * differs)
     matched = ~differs[first, second]
@@ -233,8 +248,8 @@ def compare_detections(
     # that the other result can contain.
     num_rows = got["boxes"].shape[1]
     ends = [max(threshold, s.min()) if len(s) >= num_rows else threshold for s in scores]
-    for found, used, end in zip(scores, (first, second), reversed(ends), strict=True):
-        row.unmatched += int((np.delete(found, used) > end + tolerance).sum())
+    row.unmatched += int((np.delete(scores[0], first) > ends[1] + tolerance).sum())
+    row.unmatched += int((np.delete(scores[1], second) > ends[0] + tolerance).sum())
 
 
 def _largest(values: npt.NDArray[Any]) -> float:

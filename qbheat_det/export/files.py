@@ -91,7 +91,9 @@ def export_model(
     check_output(output, ".onnx", overwrite=overwrite)
     cfg = with_values(cfg, ON_CPU)
     examples, source = read_images(cfg, images)
-    calibration = read_images(cfg, int8_images, number=_NUM_CALIBRATION)[0] if int8_images else []
+    calibration: list[Images] = []
+    if int8_images:
+        calibration, _ = read_images(cfg, int8_images, number=_NUM_CALIBRATION)
     predictor = build_predictor(cfg)
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "model.onnx"
@@ -156,8 +158,8 @@ def write_model(
     For ``image_size``, see ``export_model``. ``int8`` prepares the file for ``quantize_onnx``.
     Raises a ``UserError`` if the model cannot be exported or a package is missing.
     """
-    exportable = build_exportable(model, cfg, image_size=image_size)
-    program = trace_images(exportable, image_size, int8=int8)
+    exportable = build_exportable(model, cfg, image_size=image_size, int8=int8)
+    program = trace_images(exportable, image_size)
     description = exportable.info.to_json()
     write_onnx(program, path, ["images"], exportable.info.outputs, {METADATA_KEY: description})
 
@@ -252,11 +254,12 @@ def _find_layers(model: Any) -> list[str]:
     weights = {each.name: list(each.dims) for each in model.graph.initializer}
     values = (*model.graph.value_info, *model.graph.output)
     shapes = {each.name: each.type.tensor_type.shape.dim for each in values}
-    found = []
+    names = []
     for node in model.graph.node:
         if node.op_type not in _QUANTIZED or node.input[1] not in weights:
             continue
-        weight, output = weights[node.input[1]], shapes.get(node.output[0], ())
+        weight = weights[node.input[1]]
+        output = shapes.get(node.output[0], ())
         groups = next((each.i for each in node.attribute if each.name == "group"), 1)
         # Variable lengths have no value. The first length is the batch size.
         lengths = [each.dim_value or _MIN_POSITIONS for each in output]
@@ -264,8 +267,8 @@ def _find_layers(model: Any) -> list[str]:
         is_plain = groups == 1 and min(weight[:2]) >= _MIN_CHANNELS
         is_depthwise = groups == weight[0] > 1
         if positions >= _MIN_POSITIONS and (is_plain or is_depthwise):
-            found.append(node.name)
-    return found
+            names.append(node.name)
+    return names
 
 
 def export_backbone(

@@ -24,9 +24,8 @@ from torch.nn import functional as F
 
 from qbheat_det.config import dump_config, get_cfg, with_values
 from qbheat_det.core.environment import VERSION
-from qbheat_det.deployment.fused_blocks import fold_batch_norms, fuse_blocks
+from qbheat_det.fast import fold_batch_norms, optimize
 from qbheat_det.inference.exported import ExportInfo
-from qbheat_det.layers.cpu_kernels import recorded_as
 from qbheat_det.modeling.classification import ImageClassifier
 from qbheat_det.modeling.contracts import get_backbone
 
@@ -216,16 +215,23 @@ class ExportableModel(nn.Module):
 
 
 def build_exportable(
-    model: nn.Module, cfg: CfgNode, *, image_size: tuple[int, ...] = ()
+    model: nn.Module, cfg: CfgNode, *, image_size: tuple[int, ...] = (), int8: bool = False
 ) -> ExportableModel:
     """Builds the module to export, in eval mode, from a copy of ``model``.
 
-    ``image_size`` (H, W) is only written to the metadata of the exported file. Raises a
-    ``UserError`` if the model cannot be exported.
+    Args:
+        model: a model with its weights.
+        cfg: its config.
+        image_size: (H, W) in pixels, only for the metadata of the exported file.
+        int8: whether the file will be quantized, for which weights must be constants.
+
+    Raises:
+        UserError: the model cannot be exported.
     """
     model = copy.deepcopy(model).eval().requires_grad_(False)
     fold_batch_norms(model)
-    fuse_blocks(model)
+    if int8:
+        optimize(model, "int8")
     head = build_head(model)
     backbone = get_backbone(model)
     assert backbone is not None  # else ``build_head`` raises an error
@@ -242,7 +248,7 @@ def build_exportable(
     )
     # Paths of the exporting machine may be private.
     defaults = get_cfg()
-    own = {"MODEL.WEIGHTS": defaults.MODEL.WEIGHTS, "OUTPUT_DIR": defaults.OUTPUT_DIR}
+    paths = {"MODEL.WEIGHTS": defaults.MODEL.WEIGHTS, "OUTPUT_DIR": defaults.OUTPUT_DIR}
     info = ExportInfo(
         task=head.task,
         outputs=head.outputs,
@@ -252,39 +258,31 @@ def build_exportable(
         image_size=image_size,
         score_threshold=head.score_threshold,
         model=str(cfg.MODEL.META_ARCHITECTURE),
-        config=dump_config(with_values(cfg, own)),
+        config=dump_config(with_values(cfg, paths)),
         version=VERSION,
     )
     return ExportableModel(preprocessing, backbone, head, info).eval()
 
 
+@torch.no_grad()
 def trace(
-    module: nn.Module,
-    inputs: tuple[Any, ...],
-    dynamic_shapes: Sequence[Any],
-    *,
-    int8: bool = False,
+    module: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Sequence[Any]
 ) -> ExportedProgram:
-    """Traces a module in eval mode; ``int8`` keeps weights constant, so they can be quantized."""
-    with recorded_as("int8" if int8 else "float"), torch.no_grad():
-        return torch.export.export(
-            module, inputs, dynamic_shapes=tuple(dynamic_shapes), strict=False
-        )
+    """Traces a module in eval mode."""
+    return torch.export.export(module, inputs, dynamic_shapes=tuple(dynamic_shapes), strict=False)
 
 
-def trace_images(
-    module: nn.Module, image_size: tuple[int, ...] = (), *, int8: bool = False
-) -> ExportedProgram:
+def trace_images(module: nn.Module, image_size: tuple[int, ...] = ()) -> ExportedProgram:
     """Traces a module whose input is images (N, H, W, 3), uint8, for any N, H and W.
 
     With ``image_size`` (H, W) in pixels, the graph accepts only single images of this size.
     """
     if image_size:
         logger.info("Tracing the model, for one image of %d x %d …", *image_size)
-        return trace(module, (example_images(1, *image_size),), (None,), int8=int8)
+        return trace(module, (example_images(1, *image_size),), (None,))
     logger.info("Tracing the model, for images of any size …")
     shape = {0: Dim("batch", min=1), 1: Dim("height"), 2: Dim("width")}
-    return trace(module, (example_images(),), (shape,), int8=int8)
+    return trace(module, (example_images(),), (shape,))
 
 
 def example_images(number: int = 2, height: int = 253, width: int = 311) -> Tensor:

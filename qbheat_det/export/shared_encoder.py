@@ -59,8 +59,9 @@ class SharedEncoder(nn.Module):
 
     def hash(self) -> str:
         """Returns a hash of the weights and the preprocessing, 16 hexadecimal digits."""
-        own = self.preprocessing
-        parts = (self.names, own.resize, own.size_divisibility, hash_tensors(_tensors(self)))
+        resize = self.preprocessing.resize
+        size_divisibility = self.preprocessing.size_divisibility
+        parts = (self.names, resize, size_divisibility, hash_tensors(_tensors(self)))
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -74,7 +75,8 @@ class BranchHead(nn.Module):
         self.names = list(model.head.in_features)
         """Names of the encoder's outputs that this head reads."""
         self.fpn: nn.Module | None = None
-        if isinstance(fpn := model.backbone, FPN):
+        fpn = model.backbone
+        if isinstance(fpn, FPN):
             self.names = list(fpn.in_features)
             # In the copy, bottom_up is the identity: its input is the encoder's output.
             self.fpn = copy.deepcopy(fpn, {id(fpn.bottom_up): nn.Identity()})
@@ -82,7 +84,8 @@ class BranchHead(nn.Module):
     def forward(self, maps: list[Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
         """Takes encoder outputs in the order of ``names``, and returns the model's outputs."""
         features = dict(zip(self.names, maps, strict=True))
-        features = features if self.fpn is None else self.fpn(features)
+        if self.fpn is not None:
+            features = self.fpn(features)
         return cast(tuple[Tensor, ...], self.head(features, sizes))
 
 
@@ -93,10 +96,11 @@ def split_models(
 
     Raises a ``UserError`` if the backbones or the preprocessing of the models differ.
     """
-    # Some outputs, such as s16_expanded, have their own tensors, which not every model has.
+    # Some outputs, such as s16_expanded, come from layers that not every model has.
     fullest = max(models, key=lambda name: len(get_encoder(models[name].backbone).state_dict()))
     for name, model in models.items():
-        if differences := _find_differences(models[fullest], model):
+        differences = _find_differences(models[fullest], model)
+        if differences:
             raise UserError(
                 f"'{fullest}' and '{name}' cannot share an encoder: {join_first(differences)} "
                 "differ; freeze the backbone with MODEL.BACKBONE.FREEZE_AT"
@@ -110,18 +114,20 @@ def split_models(
 
 
 def _find_differences(model: ExportableModel, other: ExportableModel) -> list[str]:
-    own, theirs = model.preprocessing, other.preprocessing
-    backbones = [get_encoder(each.backbone) for each in (model, other)]
+    ours = model.preprocessing
+    theirs = other.preprocessing
+    our_backbone = get_encoder(model.backbone)
+    their_backbone = get_encoder(other.backbone)
     differs = {
         "INPUT.FORMAT": model.info.pixel_format != other.info.pixel_format,
-        "MODEL.PIXEL_MEAN": not own.mean.equal(theirs.mean),
-        "MODEL.PIXEL_STD": not own.std.equal(theirs.std),
-        "the size of test images": own.resize != theirs.resize,
-        "the padding of images": own.size_divisibility != theirs.size_divisibility,
-        "the type of the backbone": type(backbones[0]) is not type(backbones[1]),
+        "MODEL.PIXEL_MEAN": not ours.mean.equal(theirs.mean),
+        "MODEL.PIXEL_STD": not ours.std.equal(theirs.std),
+        "the size of test images": ours.resize != theirs.resize,
+        "the padding of images": ours.size_divisibility != theirs.size_divisibility,
+        "the type of the backbone": type(our_backbone) is not type(their_backbone),
     }
-    tensors = _tensors(backbones[0])
-    for name, tensor in _tensors(backbones[1]).items():
+    tensors = _tensors(our_backbone)
+    for name, tensor in _tensors(their_backbone).items():
         differs[name] = name not in tensors or not tensor.equal(tensors[name])
     return [key for key, is_different in differs.items() if is_different]
 
@@ -176,7 +182,8 @@ def export_shared_encoder(
 def _check_folder(folder: Path, heads: Iterable[str], *, overwrite: bool) -> None:
     new = [ENCODER, *(f"{HEAD_PREFIX}{name}.onnx" for name in heads)]
     old = [path.name for path in (*folder.glob(ENCODER), *folder.glob(f"{HEAD_PREFIX}*.onnx"))]
-    if others := sorted(set(old) - set(new)):
+    others = sorted(set(old) - set(new))
+    if others:
         raise UserError(
             f"--output '{folder}' contains {others[0]}, which does not fit the new encoder"
         )
@@ -188,7 +195,8 @@ def _check_folder(folder: Path, heads: Iterable[str], *, overwrite: bool) -> Non
 
 
 def _write(encoder: SharedEncoder, heads: Mapping[str, BranchHead], folder: Path) -> None:
-    info, outputs = next(iter(heads.values())).info, (*encoder.names, SIZES)
+    info = next(iter(heads.values())).info
+    outputs = (*encoder.names, SIZES)
     about = ExportInfo("features", outputs, info.pixel_format, config=info.config).to_json()
     shared = {SHARED_ENCODER_KEY: encoder.hash()}
     metadata = {METADATA_KEY: about, **shared}
@@ -201,5 +209,6 @@ def _write(encoder: SharedEncoder, heads: Mapping[str, BranchHead], folder: Path
         # The exporter infers how the sizes of feature maps with different strides are related.
         shapes = [dict.fromkeys((0, 2, 3) if x.ndim == 4 else (0,), Dim.AUTO) for x in inputs]
         program = trace(head, (inputs, sizes), (shapes, None))
-        path, metadata = folder / f"{HEAD_PREFIX}{name}.onnx", {METADATA_KEY: head.info.to_json()}
-        write_onnx(program, path, [*head.names, SIZES], head.info.outputs, metadata | shared)
+        path = folder / f"{HEAD_PREFIX}{name}.onnx"
+        metadata = {METADATA_KEY: head.info.to_json(), **shared}
+        write_onnx(program, path, [*head.names, SIZES], head.info.outputs, metadata)

@@ -36,6 +36,7 @@ from qbheat_det.data import (
 )
 from qbheat_det.data.checks import find_elongation
 from qbheat_det.deployment import deploy_by_config
+from qbheat_det.fast import optimize
 from qbheat_det.model_zoo.sources import open_trained
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.modeling.backbone.timm_backbone import list_outputs
@@ -111,6 +112,8 @@ def build_detector(cfg: CfgNode) -> BatchPredictor:
     predictor = build_predictor(cfg)
     if cfg.MODEL.DEPLOY.ENABLED:
         predictor.model = deploy_by_config(predictor.model, cfg.MODEL.DEPLOY)
+    elif cfg.MODEL.DEVICE == "cpu":
+        optimize(predictor.model, "cpu_inference")
     return predictor
 
 

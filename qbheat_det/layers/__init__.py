@@ -1,8 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Layers that take and return tensors, without knowledge of models, configs or data."""
+"""Layers that take and return tensors, without knowledge of models, configs or data.
 
-from .attention import MapAttention, attend, read_attention
-from .cpu_kernels import Dropout, DynamicReLU, Linear, NormedConv2d, linear, replace_linear_layers
+They compute what the papers write. The package ``fast`` has faster forms of some of them.
+"""
+
+from .attention import DotProductAttention, MapAttention, read_attention
+from .dynamic_relu import DynamicReLU
 from .mobile_former_block import (
     DownMobile,
     Former,
@@ -17,9 +20,22 @@ from .mobile_former_block import (
 from .padded_maps import SinePositionEncoding, halve, padding_mask, resize_bilinear, zero_padding
 
 __all__ = [
-    "DownMobile", "Dropout", "DynamicReLU", "Former", "FormerToMobile", "Linear",
-    "LiteBottleneck", "MapAttention", "Mobile", "MobileFormerBlock", "MobileToFormer",
-    "NormedConv2d", "SinePositionEncoding", "attend", "depthwise", "halve", "linear",
-    "padding_mask", "pointwise", "read_attention", "replace_linear_layers", "resize_bilinear",
+    "DotProductAttention",
+    "DownMobile",
+    "DynamicReLU",
+    "Former",
+    "FormerToMobile",
+    "LiteBottleneck",
+    "MapAttention",
+    "Mobile",
+    "MobileFormerBlock",
+    "MobileToFormer",
+    "SinePositionEncoding",
+    "depthwise",
+    "halve",
+    "padding_mask",
+    "pointwise",
+    "read_attention",
+    "resize_bilinear",
     "zero_padding",
-]  # fmt: skip
+]

@@ -9,13 +9,12 @@ norms come after the additions (post-norm), and the MLP has twice the width of t
 
 from collections.abc import Callable
 
-import torch
-from detectron2.layers import get_norm
+from detectron2.layers import Conv2d, get_norm
 from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .cpu_kernels import DynamicReLU, NormedConv2d, is_half_program, is_recorded
+from .dynamic_relu import DynamicReLU
 from .padded_maps import halve, zero_padding
 
 _BRIDGE_HEADS = 2
@@ -42,20 +41,15 @@ class MobileToFormer(nn.Module):
 
         ``padding`` (N, 1, H, W) is True outside the images. Padded pixels get no weight.
         """
-        query = _split_heads(self.query(tokens), _BRIDGE_HEADS)
-        logits = _multiply_with_pixels(query * query.shape[-1] ** -0.5, x)  # (N, heads, M, HW)
+        query = _split_heads(self.query(tokens), _BRIDGE_HEADS)  # (N, heads, M, C / heads)
+        pixels = _split_pixels(x)  # (N, heads, C / heads, HW)
+        logits = (query * query.shape[-1] ** -0.5) @ pixels  # (N, heads, M, HW)
         if padding is not None:
             logits = logits.masked_fill(padding.flatten(2)[:, :, None], float("-inf"))
-        attention = _softmax(logits, dim=-1)
+        attention = logits.softmax(dim=-1)
         for watch in self.watchers:
             watch(attention.unflatten(-1, x.shape[-2:]))
-        pixels = x.flatten(2)  # (N, C, HW)
-        if has_rows(x):
-            found = _multiply(attention.flatten(1, 2), pixels.transpose(1, 2))
-            attended = _collect(found, _BRIDGE_HEADS)
-        else:
-            attended = attention @ pixels.unflatten(1, (_BRIDGE_HEADS, -1)).transpose(-2, -1)
-        attended = attended.transpose(1, 2).flatten(2)  # (N, M, C)
+        attended = (attention @ pixels.transpose(-2, -1)).transpose(1, 2).flatten(2)  # (N, M, C)
         gate = 2 * F.hardsigmoid(self.gate(tokens))
         return self.norm(tokens + self.project(gate * attended))
 
@@ -72,24 +66,13 @@ class FormerToMobile(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         """Takes a map (N, C, H, W) and tokens (N, M, D). Returns the updated map (N, C, H, W)."""
-        key = _split_heads(self.key(tokens), _BRIDGE_HEADS)
+        key = _split_heads(self.key(tokens), _BRIDGE_HEADS)  # (N, heads, M, C / heads)
         value = _split_heads(self.value(tokens), _BRIDGE_HEADS)
         # Tokens are the rows of the product, so that no copy of the feature map is needed.
-        logits = _multiply_with_pixels(key * key.shape[-1] ** -0.5, x)  # (N, heads, M, HW)
-        attention = _softmax(logits, dim=-2)
+        logits = (key * key.shape[-1] ** -0.5) @ _split_pixels(x)  # (N, heads, M, HW)
+        attention = logits.softmax(dim=-2)
         for watch in self.watchers:
             watch(attention.unflatten(-1, x.shape[-2:]))
-        if has_rows(x):
-            pixels = x.flatten(2).transpose(1, 2)  # (N, HW, C)
-            weights = attention.flatten(1, 2).transpose(1, 2)  # (N, HW, heads * M)
-            spread = _spread(value)
-            if not x.dtype == weights.dtype == spread.dtype:  # autocast would round ``pixels``
-                found = pixels + weights @ spread
-            elif len(x) == 1:
-                found = torch.addmm(pixels[0], weights[0], spread[0])[None]
-            else:  # one kernel for product and addition
-                found = torch.baddbmm(pixels, weights, spread)
-            return found.transpose(1, 2).unflatten(2, x.shape[-2:])
         return x + (value.transpose(-2, -1) @ attention).view_as(x)
 
 
@@ -110,22 +93,22 @@ class Former(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Takes tokens (N, M, D) and returns updated tokens (N, M, D)."""
-        query, memory = (_split_heads(t, _FORMER_HEADS) for t in (self.query(tokens), tokens))
+        query = _split_heads(self.query(tokens), _FORMER_HEADS)
+        memory = _split_heads(tokens, _FORMER_HEADS)
         attended = F.scaled_dot_product_attention(query, memory, memory)
         attended = self.project(attended.transpose(1, 2).flatten(2))
         tokens = self.attention_norm(tokens + self.drop_path(attended))
         return self.mlp_norm(tokens + self.drop_path(self.mlp(tokens)))
 
 
-def pointwise(in_channels: int, out_channels: int, norm: str) -> NormedConv2d:
+def pointwise(in_channels: int, out_channels: int, norm: str) -> Conv2d:
     """Builds a 1x1 convolution without bias, followed by a norm."""
-    norm_layer = get_norm(norm, out_channels)
-    return NormedConv2d(in_channels, out_channels, 1, bias=False, norm=norm_layer)
+    return Conv2d(in_channels, out_channels, 1, bias=False, norm=get_norm(norm, out_channels))
 
 
-def depthwise(in_channels: int, out_channels: int, norm: str, stride: int = 1) -> NormedConv2d:
+def depthwise(in_channels: int, out_channels: int, norm: str, stride: int = 1) -> Conv2d:
     """Builds a 3x3 depthwise convolution without bias, followed by a norm."""
-    return NormedConv2d(
+    return Conv2d(
         in_channels,
         out_channels,
         3,
@@ -266,53 +249,11 @@ class MobileFormerBlock(nn.Module):
         return self.former_to_mobile(x, tokens), tokens
 
 
-def has_rows(x: Tensor) -> bool:
-    """Returns whether attention multiplies tokens with a channels-last map without splitting it.
-
-    Splitting such a map into heads would copy the map. Instead, each token is copied once per head,
-    with zeros in the channels of all other heads. This is faster for batches of several images
-    without a compiler, and in exported bfloat16 programs.
-    """
-    if not is_half_program() and (is_recorded() or len(x) == 1):
-        return False
-    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-
-
 def _split_heads(x: Tensor, num_heads: int) -> Tensor:
     """Splits features (N, L, C) into heads (N, heads, L, C / heads)."""
     return x.unflatten(2, (num_heads, -1)).transpose(1, 2)
 
 
-def _multiply_with_pixels(tokens: Tensor, x: Tensor) -> Tensor:
-    """Multiplies tokens (N, heads, M, C / heads) with pixels (N, C, H, W) to (N, heads, M, HW)."""
-    num_heads, pixels = tokens.shape[1], x.flatten(2)
-    if has_rows(x):
-        return _multiply(_spread(tokens), pixels).unflatten(1, (num_heads, -1))
-    return tokens @ pixels.unflatten(1, (num_heads, -1))
-
-
-def _softmax(logits: Tensor, dim: int) -> Tensor:
-    """Computes the softmax of (N, heads, M, HW) over one of the last two dimensions."""
-    if not is_half_program():
-        return logits.softmax(dim)
-    # The compiler would lay out the four dimensions as channels-last, with the heads innermost, and
-    # compute the exponential of one number at a time.
-    return logits.flatten(0, 1).softmax(dim).unflatten(0, logits.shape[:2])
-
-
-def _spread(heads: Tensor) -> Tensor:
-    """Converts tokens (N, heads, M, C / heads) to (N, heads * M, C), zero outside each head."""
-    num_heads = heads.shape[1]
-    own = torch.eye(num_heads, dtype=heads.dtype, device=heads.device)
-    return (heads[:, :, :, None] * own[:, None, :, None]).flatten(3).flatten(1, 2)
-
-
-def _multiply(a: Tensor, b: Tensor) -> Tensor:
-    """Batched matrix product. Avoids the batch dimension for N = 1, which would cause a copy."""
-    return (a[0] @ b[0])[None] if len(a) == 1 else a @ b
-
-
-def _collect(spread: Tensor, num_heads: int) -> Tensor:
-    """Reverses ``_spread``: selects the channels of each head, (N, heads, M, C / heads)."""
-    by_head = spread.unflatten(2, (num_heads, -1)).unflatten(1, (num_heads, -1))
-    return by_head.diagonal(dim1=1, dim2=3).movedim(-1, 1)
+def _split_pixels(x: Tensor) -> Tensor:
+    """Splits a feature map (N, C, H, W) into the bridges' heads (N, heads, C / heads, HW)."""
+    return x.flatten(2).unflatten(1, (_BRIDGE_HEADS, -1))

@@ -52,7 +52,8 @@ def resize_bilinear(
     """
     if padding is None or padding_out is None:
         return F.interpolate(x, size=tuple(size), mode="bilinear", align_corners=False)
-    old, new = valid_sizes(padding).to(x.dtype), valid_sizes(padding_out).to(x.dtype)
+    old = valid_sizes(padding).to(x.dtype)
+    new = valid_sizes(padding_out).to(x.dtype)
     rows = _hats(_source_positions(size[0], old[:, 0], new[:, 0]), x.shape[2])  # (N, H', H)
     columns = _hats(_source_positions(size[1], old[:, 1], new[:, 1]), x.shape[3])  # (N, W', W)
     # Padding has weight 0, but is set to 0 because it may be infinite or NaN.

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.layers import Linear, replace_linear_layers
 
 from .checks import check_value
 from .image_model import ImageModel
@@ -81,11 +80,10 @@ class TransformerDecoder(nn.Module):
         check_value(depth >= 1, "CLASSIFIER.DEPTH", depth, "at least 1")
         check_value(0 <= dropout < 1, "CLASSIFIER.DROPOUT", dropout, "in [0, 1)")
         self.pool = PooledFeatures(input_shape=input_shape, in_feature=in_feature)
-        self.projection = Linear(self.pool.channels, dim)
+        self.projection = nn.Linear(self.pool.channels, dim)
         self.blocks = nn.Sequential(
             *(Block(dim, dim // 64, qkv_bias=True, proj_drop=dropout) for _ in range(depth))
         )
-        replace_linear_layers(self.blocks)
         self.norm = nn.LayerNorm(dim)
         self.classifier = nn.Linear(dim + self.pool.token_dim, num_classes)
         for module in self.modules():

@@ -136,7 +136,7 @@ def test_a_turned_photo_is_upright_however_it_is_given(tmp_path):
 
 
 def test_the_deployed_form_finds_the_same(detector, photos):
-    deployed = detector.deploy(compile="off")
+    deployed = detector.deploy()
     assert "deployed" in repr(deployed)
     assert "deployed" not in repr(detector)
     files = sorted(photos.glob("*.png"))

@@ -45,7 +45,7 @@ def train(detector: Detector) -> None:
     assert_type(detector.evaluate("data.yaml"), dict[str, float])
     report = detector.export("detector.onnx", images=["photos/"], image_size=(480, 640))
     assert_type(report, ExportReport)
-    assert_type(detector.deploy(image_sizes=[(480, 640)]), Detector)
+    assert_type(detector.deploy(), Detector)
 
 
 def embed() -> Tensor:

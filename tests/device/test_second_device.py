@@ -205,7 +205,7 @@ def test_boxes_of_the_model_and_of_its_deployed_form_are_those_of_the_cpu(
 ):
     start_run(make_args(case, tmp_path, data, NAME)).export("model_final")
     weights = str(tmp_path / "model_final.safetensors")
-    options = {"score_threshold": 0, "opts": ("MODEL.DEPLOY.COMPILE", "off")}
+    options = {"score_threshold": 0}
     expected, *others = [
         predict_files(weights, [str(data / "photos")], device=device, fast=fast, **options).results
         for device, fast in (("cpu", False), (NAME, False), (NAME, True))

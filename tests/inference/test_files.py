@@ -213,7 +213,7 @@ PREDICT = load_tool("predict")
 
 def _predict(words, json_file):
     """Runs the tool on the CPU; returns its exit code and what it wrote."""
-    opts = ["INPUT.MIN_SIZE_TEST", "48", "MODEL.DEPLOY.COMPILE", "off"]
+    opts = ["INPUT.MIN_SIZE_TEST", "48"]
     code = PREDICT.main([*words.split(), "--json", str(json_file), "--device", "cpu", *opts])
     return code, json.loads(json_file.read_text())
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from detectron2.config import CfgNode, configurable
-from detectron2.layers import FrozenBatchNorm2d, ShapeSpec, get_norm
+from detectron2.layers import Conv2d, FrozenBatchNorm2d, ShapeSpec, get_norm
 from detectron2.modeling import BACKBONE_REGISTRY, Backbone
 from timm.layers import DropPath
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from qbheat_det.layers import (
     Mobile,
     MobileFormerBlock,
     MobileToFormer,
-    NormedConv2d,
     halve,
     padding_mask,
     pointwise,
@@ -95,7 +94,7 @@ class MobileFormer(Backbone):
         self.tokens = nn.Parameter(torch.empty(arch.num_tokens, arch.token_dim))
         sizes = {"kernel_size": 3, "stride": 2, "padding": 1, "bias": False}
         stem_norm = get_norm(norm, arch.stem)
-        self.stem: nn.Module = NormedConv2d(in_channels, arch.stem, **sizes, norm=stem_norm)
+        self.stem: nn.Module = Conv2d(in_channels, arch.stem, **sizes, norm=stem_norm)
         needed = 1 + max(map(known.index, out_features))  # the last two outputs need all stages
         needed = min(needed, len(self._stage_names))
         self.stages = _build_stages(arch, needed, norm, drop_path)
@@ -204,7 +203,8 @@ def arch_from_config(cfg: CfgNode) -> MobileFormerArch:
 def _build_stages(arch: MobileFormerArch, count: int, norm: str, drop_path: float) -> nn.ModuleList:
     """Builds the first ``count`` stages."""
     rates = torch.linspace(0, drop_path, len(arch.blocks), device="cpu").tolist()
-    stages, channels = nn.ModuleList([nn.ModuleList()]), arch.stem
+    stages = nn.ModuleList([nn.ModuleList()])
+    channels = arch.stem
     for spec, rate in zip(arch.blocks, rates, strict=True):
         if spec.halves and len(stages) == count:
             break
@@ -223,13 +223,18 @@ def _build_block(
     if spec.kind in ("lite", "lite_down"):
         return LiteBottleneck(**widths, norm=norm, stride=2 if spec.halves else 1)
     widths["token_dim"] = token_dim
-    kind: type[Mobile] | type[DownMobile] = Mobile
+    to_former = MobileToFormer(token_dim=token_dim, channels=channels)
+    former = Former(token_dim=token_dim, drop_path=drop_path)
+    mobile: Mobile | DownMobile
     if spec.kind == "down":
-        kind, widths["second_hidden"] = DownMobile, spec.second_hidden
+        second_hidden = spec.second_hidden
+        mobile = DownMobile(**widths, second_hidden=second_hidden, norm=norm, drop_path=drop_path)
+    else:
+        mobile = Mobile(**widths, norm=norm, drop_path=drop_path)
     return MobileFormerBlock(
-        to_former=MobileToFormer(token_dim=token_dim, channels=channels),
-        former=Former(token_dim=token_dim, drop_path=drop_path),
-        mobile=kind(**widths, norm=norm, drop_path=drop_path),
+        to_former=to_former,
+        former=former,
+        mobile=mobile,
         to_mobile=FormerToMobile(token_dim=token_dim, channels=spec.out),
     )
 

@@ -24,7 +24,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from qbheat_det.config.loading import TIMM_PREFIX, check_timm_name
 from qbheat_det.core.errors import UserError
-from qbheat_det.layers.cpu_kernels import is_recorded
 from qbheat_det.modeling.checks import check_value
 
 from .fpn import accept_prefixes
@@ -234,7 +233,7 @@ class LeanReLU6(nn.ReLU6):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if is_recorded() or not (torch.is_grad_enabled() and input.requires_grad):
+        if not (torch.is_grad_enabled() and input.requires_grad):
             return super().forward(input)
         return _ReLU6.apply(input)
 

@@ -18,11 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.layers import (
-    Dropout,
+    DotProductAttention,
     DynamicReLU,
-    Linear,
     MapAttention,
-    attend,
     depthwise,
     pointwise,
     zero_padding,
@@ -68,14 +66,17 @@ class LevelMap:
 
 def feed_forward(widths: DecoderWidths) -> nn.Sequential:
     """Builds a feed-forward network: linear layer, ReLU, dropout, linear layer."""
-    first, last = Linear(widths.dim, widths.hidden), Linear(widths.hidden, widths.dim)
-    return nn.Sequential(first, nn.ReLU(), Dropout(widths.dropout), last)
+    return nn.Sequential(
+        nn.Linear(widths.dim, widths.hidden),
+        nn.ReLU(),
+        nn.Dropout(widths.dropout),
+        nn.Linear(widths.hidden, widths.dim),
+    )
 
 
-def attention(widths: DecoderWidths, *, fused: bool = False) -> MapAttention:
-    """Builds multi-head attention on (N, length, C). For ``fused``, see ``attend``."""
-    sizes = {"dim": widths.dim, "num_heads": widths.num_heads}
-    return MapAttention(**sizes, dropout=widths.dropout, fused=fused)
+def attention(widths: DecoderWidths) -> MapAttention:
+    """Builds multi-head attention on (N, length, C)."""
+    return MapAttention(dim=widths.dim, num_heads=widths.num_heads, dropout=widths.dropout)
 
 
 class SeparableConv(nn.Module):
@@ -134,7 +135,7 @@ class QueryLayer(nn.Module):
         self.self_norm = nn.LayerNorm(dim)
         self.feed_forward = feed_forward(widths)
         self.feed_forward_norm = nn.LayerNorm(dim)
-        self.dropout = Dropout(widths.dropout)
+        self.dropout = nn.Dropout(widths.dropout)
 
     def forward(self, queries: Tensor, position: Tensor, level: LevelMap) -> tuple[Tensor, Tensor]:
         """Returns the updated queries and positions, (N, Q, C) each."""
@@ -155,11 +156,11 @@ class TransformerMobile(nn.Module):
 
     def __init__(self, widths: DecoderWidths) -> None:
         super().__init__()
-        self.attention = attention(widths, fused=True)  # self-attention over all positions
+        self.attention = attention(widths)
         self.attention_norm = nn.LayerNorm(widths.dim)
         self.feed_forward = feed_forward(widths)
         self.feed_forward_norm = nn.LayerNorm(widths.dim)
-        self.dropout = Dropout(widths.dropout)
+        self.dropout = nn.Dropout(widths.dropout)
 
     def forward(self, level: LevelMap, queries: Tensor) -> Tensor:
         """Returns the updated feature map (N, HW, C). Does not use ``queries`` (N, Q, C)."""
@@ -195,14 +196,18 @@ class QueryToMap(nn.Module):
         self.num_heads = widths.num_heads
         self.key = nn.Linear(widths.dim, widths.dim)
         self.value = nn.Linear(widths.dim, widths.dim)
+        self.attend = DotProductAttention()
 
     def forward(self, level: LevelMap, queries: Tensor, position: Tensor) -> Tensor:
         """Takes queries and positions (N, Q, C). Returns the updated feature map (N, HW, C)."""
-        query, key, value = (
-            t.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-            for t in (level.x + level.position, self.key(queries + position), self.value(queries))
-        )
-        return level.x + attend(query, key, value, fused=True)
+        query = self._split_heads(level.x + level.position)
+        key = self._split_heads(self.key(queries + position))
+        value = self._split_heads(self.value(queries))
+        return level.x + self.attend(query, key, value)
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """Splits features (N, length, C) into heads (N, heads, length, C / heads)."""
+        return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
 
 
 class DecoderBlock(nn.Module):

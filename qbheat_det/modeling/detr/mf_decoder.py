@@ -95,24 +95,29 @@ class MFDecoder(nn.Module):
         has_blocks = len(num_blocks) == 3 and min(num_blocks) >= 1
         check_value(has_blocks, "MF_DETR.NUM_BLOCKS", list(num_blocks), "three counts from 1 on")
         check_value(num_queries >= 1, "MF_DETR.NUM_OBJECT_QUERIES", num_queries, "at least 1")
-        widths = widths or DecoderWidths()
-        fine, coarse, *coarsest = (cast(int, shape.channels) for shape in input_shape)
+        if widths is None:
+            widths = DecoderWidths()
+        channels = [cast(int, shape.channels) for shape in input_shape]
         self.position_encoding = SinePositionEncoding(channels=widths.dim)
         self.num_queries = num_queries
         self.selection = selection
         if selection is None:
             self.query_position = nn.Embedding(num_queries, widths.dim)
-        self.down = SeparableConv(coarse, widths.dim, norm, stride=2)
+        self.down = SeparableConv(channels[1], widths.dim, norm, stride=2)
         self.up = nn.ModuleList(SeparableConv(widths.dim, widths.dim, norm) for _ in range(2))
-        self.laterals = nn.ModuleList(Lateral(channels, widths.dim) for channels in (coarse, fine))
-        self.coarsest = Lateral(coarsest[0], widths.dim) if coarsest else None
-        self.levels = nn.ModuleList(
-            nn.ModuleList(
-                _build_block(widths, transformer=level == 0, last=level == 2 and index == count - 1)
-                for index in range(count)
-            )
-            for level, count in enumerate(num_blocks)
+        self.laterals = nn.ModuleList(
+            [Lateral(channels[1], widths.dim), Lateral(channels[0], widths.dim)]
         )
+        self.coarsest: Lateral | None = None
+        if len(channels) == 3:
+            self.coarsest = Lateral(channels[2], widths.dim)
+        self.levels = nn.ModuleList()
+        for level, count in enumerate(num_blocks):
+            blocks = nn.ModuleList()
+            for index in range(count):
+                is_last = level == 2 and index == count - 1
+                blocks.append(_build_block(widths, is_coarsest=level == 0, is_last=is_last))
+            self.levels.append(blocks)
         self.class_embed = nn.Linear(widths.dim, num_classes + 1)
         self.bbox_embed = BoxHead(widths.dim)
         self.reset_parameters()
@@ -161,18 +166,14 @@ class MFDecoder(nn.Module):
     def prepare_maps(self, features: Sequence[Tensor], padding: Tensor | None) -> "DecoderMaps":
         """Projects the backbone's outputs to the decoder's width, coarsest first."""
         # In channels-last format, convolutions and attention read the same memory without copies.
-        fine, coarse, *coarsest = (
-            x.contiguous(memory_format=torch.channels_last) for x in features
-        )
+        maps = [x.contiguous(memory_format=torch.channels_last) for x in features]
         masks = [halve(halve(padding)), halve(padding), padding]  # at strides 32, 16, 8
-        start = self.down(coarse, masks[1])
+        coarsest = self.down(maps[1], masks[1])
         if self.coarsest is not None:
-            start = start + self.coarsest(coarsest[0], masks[0])
-        middle, last = (
-            lateral(x, mask)
-            for lateral, x, mask in zip(self.laterals, (coarse, fine), masks[1:], strict=True)
-        )
-        return DecoderMaps((start, middle, last), masks)
+            coarsest = coarsest + self.coarsest(maps[2], masks[0])
+        coarse = self.laterals[0](maps[1], masks[1])
+        fine = self.laterals[1](maps[0], masks[2])
+        return DecoderMaps((coarsest, coarse, fine), masks)
 
     def _refine(self, maps: "DecoderMaps", queries: Tensor, position: Tensor) -> Tensor:
         """Returns the content of the queries after every block (see ``forward``), (L, N, Q, C)."""
@@ -180,12 +181,9 @@ class MFDecoder(nn.Module):
         states: list[Tensor] = []
         for scale, blocks in enumerate(self.levels):
             padding = maps.masks[scale]
-            if scale:
-                up = maps.go_up(x, scale)
-                x = self.up[scale - 1](up, padding) + maps.levels[scale]
-            x = x.contiguous(memory_format=torch.channels_last)
-            if x.requires_grad and x.device.type == "cpu":
-                x.register_hook(_as_rows)
+            if scale > 0:
+                upsampled = maps.go_up(x, scale)
+                x = self.up[scale - 1](upsampled, padding) + maps.levels[scale]
             level = LevelMap(
                 x=x.flatten(2).transpose(1, 2).contiguous(),
                 position=self.position_encoding(x.shape[-2:], padding),
@@ -213,25 +211,16 @@ class DecoderMaps:
 
     def merged(self) -> list[Tensor]:
         """Returns a feature map per level, to which the upsampled coarser levels are added."""
-        x, *finer = self.levels
-        maps = [x]
-        for scale, level in enumerate(finer, start=1):
-            maps.append(level + self.go_up(maps[-1], scale))
+        maps = [self.levels[0]]
+        for scale in (1, 2):
+            maps.append(self.levels[scale] + self.go_up(maps[-1], scale))
         return maps
 
 
-def _as_rows(gradient: Tensor) -> Tensor:
-    # PyTorch's BatchNorm on the CPU is fast if gradient and input have the same layout. For N = 1,
-    # the gradient is wrong if the stride between images is not H * W * C (PyTorch 2.15).
-    _, channels, height, width = gradient.shape
-    rows = gradient.contiguous(memory_format=torch.channels_last)
-    steps = (height * width * channels, 1, width * channels, channels)
-    return rows.as_strided(rows.shape, steps)
-
-
-def _build_block(widths: DecoderWidths, *, transformer: bool, last: bool) -> DecoderBlock:
+def _build_block(widths: DecoderWidths, *, is_coarsest: bool, is_last: bool) -> DecoderBlock:
+    """Builds a block M-F+ for the coarsest level, or M-F-."""
     query_layer = QueryLayer(widths)
-    if last:  # no later block reads the feature map
+    if is_last:  # no later block reads the feature map
         return DecoderBlock(query_layer=query_layer)
-    mobile = TransformerMobile(widths) if transformer else LiteMobile(widths)
+    mobile = TransformerMobile(widths) if is_coarsest else LiteMobile(widths)
     return DecoderBlock(query_layer=query_layer, mobile=mobile, query_to_map=QueryToMap(widths))

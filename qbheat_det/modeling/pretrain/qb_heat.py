@@ -21,8 +21,8 @@ import torch
 from detectron2.config import CfgNode, configurable
 from detectron2.modeling import META_ARCH_REGISTRY
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from qbheat_det.layers import linear
 from qbheat_det.modeling.checks import check_value
 
 from .reconstruction import ReconstructionDecoder, ReconstructionModel
@@ -137,7 +137,7 @@ def extend(z: Tensor, corner: int, models: Mapping[str, Tensor]) -> Tensor:
         [models[_NAME_OF_DIRECTION[right - column, down - row]] for down, right in others]
     )
     # The identity is added separately, because I + M in bfloat16 would round small M to zero.
-    blocks = [z + change for change in linear(z, weight).chunk(3, dim=-1)]
+    blocks = [z + change for change in F.linear(z, weight).chunk(3, dim=-1)]
     blocks.insert(corner, z)
     return tile(blocks)
 

@@ -16,8 +16,8 @@ import torch
 from detectron2.config import CfgNode, configurable
 from detectron2.modeling import META_ARCH_REGISTRY
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from qbheat_det.layers import linear
 from qbheat_det.modeling.checks import check_value
 
 from .reconstruction import ReconstructionDecoder, ReconstructionModel, enlarge_mask
@@ -80,8 +80,8 @@ class InterpolatedFeatures(nn.Module):
         along_y = along_y.transpose(1, 2)
         has_y = has_y.transpose(1, 2)
         # The identity is added separately, because I + M in bfloat16 would round small M to zero.
-        predicted_x = along_x + linear(along_x, self.x)
-        predicted_y = along_y + linear(along_y, self.y)
+        predicted_x = along_x + F.linear(along_x, self.x)
+        predicted_y = along_y + F.linear(along_y, self.y)
         weights = torch.stack([has_x, has_y]).float()
         weights = (weights / weights.sum(dim=0).clamp(min=1)).unsqueeze(-1)
         predicted = weights[0] * predicted_x + weights[1] * predicted_y

@@ -20,7 +20,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.layers import Linear, attend, linear, replace_linear_layers
+from qbheat_det.layers import DotProductAttention
 from qbheat_det.modeling.checks import check_value
 
 from .base import PretrainingModel, find_feature_map
@@ -34,6 +34,11 @@ class DecoderBlock(Block):
     In training, the last block skips visible patches, because they are not part of the loss.
     """
 
+    def __init__(self, dim: int, num_heads: int, **settings: Any) -> None:
+        """Takes the arguments of timm's ``Block``."""
+        super().__init__(dim, num_heads, **settings)
+        self.attend = DotProductAttention()
+
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Takes (N, L, D). Returns updated features, only at ``positions`` (N, K) if given."""
         memory = self.norm1(x)
@@ -41,20 +46,20 @@ class DecoderBlock(Block):
         if positions is not None:
             x = take(x, positions)
             queries = take(memory, positions)
-        x = x + self.attend(queries, memory)
+        x = x + self.attend_to(queries, memory)
         return x + self.mlp(self.norm2(x))
 
-    def attend(self, queries: Tensor, memory: Tensor) -> Tensor:
+    def attend_to(self, queries: Tensor, memory: Tensor) -> Tensor:
         """Attends from queries (N, K, D) to ``memory`` (N, L, D), with timm's weights."""
         attention = self.attn
         dim = queries.shape[-1]
         query_weight, key_value_weight = attention.qkv.weight.split([dim, 2 * dim])
         query_bias, key_value_bias = attention.qkv.bias.split([dim, 2 * dim])
         heads = (attention.num_heads, -1)
-        query = linear(queries, query_weight, query_bias).unflatten(2, heads).transpose(1, 2)
-        pairs = linear(memory, key_value_weight, key_value_bias).unflatten(2, (2, *heads))
+        query = F.linear(queries, query_weight, query_bias).unflatten(2, heads).transpose(1, 2)
+        pairs = F.linear(memory, key_value_weight, key_value_bias).unflatten(2, (2, *heads))
         key, value = pairs.permute(2, 0, 3, 1, 4).unbind(0)  # (N, heads, L, D / heads) each
-        return attention.proj(attend(query, key, value))
+        return attention.proj(self.attend(query, key, value))
 
 
 class ReconstructionDecoder(nn.Module):
@@ -92,7 +97,7 @@ class ReconstructionDecoder(nn.Module):
         self.image_size = grid_size * patch_size  # side in pixels
         self.embed: nn.Module = nn.Identity()
         if in_channels != dim:
-            self.embed = Linear(in_channels, dim)
+            self.embed = nn.Linear(in_channels, dim)
         position = build_sincos2d_pos_embed([grid_size, grid_size], dim)
         self.register_buffer("position", position, persistent=False)
         self.position: Tensor  # (G * G, dim)
@@ -102,9 +107,8 @@ class ReconstructionDecoder(nn.Module):
             for _ in range(depth)
         ]
         self.blocks = nn.Sequential(*blocks)
-        replace_linear_layers(self.blocks)
         self.norm = norm(dim)
-        self.head = Linear(dim, 3 * patch_size**2)
+        self.head = nn.Linear(dim, 3 * patch_size**2)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)

@@ -1,0 +1,13 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Fast forms of layers, for one use each: training, inference or export.
+
+``layers`` and ``modeling`` compute what the papers write. A fast form is a subclass of such a layer
+that gives the same results, up to rounding, in less time. ``optimize`` puts the fast forms of a use
+into a model. A form is kept only if it saves at least 10 % of a job that users run; the docstring
+of its file, or docs/performance.md, has the figures.
+"""
+
+from .folding import fold_batch_norms
+from .forms import FORMS, Form, count_fast_layers, optimize
+
+__all__ = ["FORMS", "Form", "count_fast_layers", "fold_batch_norms", "optimize"]
