@@ -31,7 +31,7 @@ from qbheat_det.core.environment import find_commit
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import ImageBatches, TrainStream, build_train_stream
-from qbheat_det.fast import optimize
+from qbheat_det.fast import Form, optimize
 from qbheat_det.feature_cache import DistillationTargets, use_cached_features
 from qbheat_det.feature_cache.filling import Fill, fill
 from qbheat_det.modeling.contracts import needs_targets, pretrain_only_modules
@@ -81,7 +81,7 @@ class Trainer(DefaultTrainer):
         logger.info(describe_schedule(cfg, self.cfg, data_loader.num_images))
         cfg = self.cfg
         self.bare_model = self.build_model(cfg)
-        optimize(self.bare_model, "cpu_training" if cfg.MODEL.DEVICE == "cpu" else "training")
+        optimize(self.bare_model, choose_form(cfg))
         logger.info(describe_model(cfg, self.bare_model))
         # Before the optimizer is built, as it replaces a frozen encoder.
         self.cached_features = use_cached_features(cfg, self.bare_model, fill=fill)
@@ -341,6 +341,13 @@ def evaluate(
     build_test_loader = Trainer.build_test_loader
     if needs_targets(model):
         build_test_loader = DistillationTargets(cfg).build_test_loader
-    if prepare is not None:
+    if prepare is None:
+        optimize(model, choose_form(cfg))  # as in training, so that results are bit-identical
+    else:
         model = prepare(model)
     return Evaluation(cfg, build_test_loader)(model)
+
+
+def choose_form(cfg: CfgNode) -> Form:
+    """Returns the form of a model's layers in training on ``MODEL.DEVICE``."""
+    return "cpu_training" if cfg.MODEL.DEVICE == "cpu" else "training"
