@@ -34,7 +34,7 @@ def test_each_strategy_keeps_its_images_and_a_second_call_trains_only_what_is_mi
 
     def train(flags):
         evaluated = json.loads(Path(flags.val).read_text())["images"]
-        (root,) = flags.val_images
+        (root,) = flags.val_image_folders
         folders = {(Path(root) / image["file_name"]).parent for image in evaluated}
         assert folders == {tmp_path / "val"}
         names = {image["file_name"] for image in json.loads(Path(flags.data).read_text())["images"]}
