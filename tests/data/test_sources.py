@@ -423,8 +423,8 @@ def test_quoted_names_of_local_files_are_found(tmp_path, name):
     assert [os.fsencode(image["file_name"]) for image in content.images] == [name]
 
 
-def test_the_table_of_the_documentation_is_that_of_the_formats():
+def test_the_documentation_lists_the_formats():
     root = Path(__file__).resolve().parents[2]
     text = (root / "docs" / "train.md").read_text("utf-8")
-    table = runpy.run_path(str(root / "docs" / "write_formats_table.py"))
-    assert text == table["update"](text), "run: python -m docs.write_formats_table"
+    script = runpy.run_path(str(root / "docs" / "write_formats_table.py"))
+    assert text == script["update"](text), "run: python -m docs.write_formats_table"

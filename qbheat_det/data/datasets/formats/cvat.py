@@ -107,6 +107,6 @@ CVAT = Format(
     (LabelKind("cvat", (".xml",), lambda ends: "<annotations" in ends.start),),
     find_cvat,
     read_cvat,
-    data='an export "CVAT for images"; the exports COCO, YOLO and Pascal VOC are in other rows',
+    data='an export "CVAT for images"; exports as COCO, YOLO and Pascal VOC have these formats',
     images="below the folder of the file, found by their names; or `--images DIR`",
 )
