@@ -5,6 +5,7 @@ usage: python -m docs.write_zoo_table
 """
 
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ZOO_FILE = ROOT / "MODEL_ZOO.md"
 _BEGIN = "<!-- begin: docs/write_zoo_table.py -->"
 _END = "<!-- end -->"
-_HEADERS = ("name", "task", "metrics", "params", "multiply-adds", "file")
+_HEADERS = ("name", "task", "params", "multiply-adds", "file")
+_METRIC_HEADERS = ("name", "metrics")
 _NOTES = """\
 Parameters are counted over the whole file. Multiply-adds include convolutions, linear layers and
 attention, for one image of the stated size. For pre-trained models, only the backbone is counted.
@@ -34,11 +36,18 @@ def update(text: str) -> str:
 
 
 def render_entries(entries: Sequence[ZooEntry]) -> str:
-    """Returns Markdown: a table of the entries, then a section for each entry."""
+    """Returns Markdown: tables of the entries and their metrics, then a section for each entry."""
     entries = sorted(entries, key=lambda entry: (index.TASKS.index(entry.task), entry.name))
-    lines = [_HEADERS, ["---"] * len(_HEADERS), *map(render_row, entries)]
-    table = "\n".join(f"| {' | '.join(c.replace('|', '/') for c in line)} |" for line in lines)
-    return "\n\n".join([table, _NOTES, *map(describe_entry, entries)])
+    files = render_table(_HEADERS, [render_row(entry) for entry in entries])
+    measured = [entry for entry in entries if entry.metrics]
+    metrics = render_table(_METRIC_HEADERS, [render_metrics(entry) for entry in measured])
+    return "\n\n".join([files, metrics, _NOTES, *map(describe_entry, entries)])
+
+
+def render_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a Markdown table."""
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join(f"| {' | '.join(c.replace('|', '/') for c in line)} |" for line in lines)
 
 
 def describe_entry(entry: ZooEntry) -> str:
@@ -58,9 +67,16 @@ def describe_entry(entry: ZooEntry) -> str:
         made,
         *map(format_metric, entry.metrics),
     )
-    items = "\n".join(f"- {line}" for line in lines)
+    items = "\n".join(wrap(f"- {line}", indent="  ") for line in lines)
     command = f"```sh\n{entry.command}\n```"
-    return f"### {entry.name}\n\n{entry.summary}\n\n{items}\n\n{command}"
+    return f"### {entry.name}\n\n{wrap(entry.summary)}\n\n{items}\n\n{command}"
+
+
+def wrap(text: str, *, indent: str = "") -> str:
+    """Returns text in lines of at most 100 columns, all but the first one indented."""
+    return textwrap.fill(
+        text, width=100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def format_metric(metric: Metric) -> str:
@@ -74,7 +90,7 @@ def format_metric(metric: Metric) -> str:
 
 
 def render_row(entry: ZooEntry) -> Sequence[str]:
-    """Returns the cells of an entry, in the order of the headers."""
+    """Returns the cells of an entry, in the order of ``_HEADERS``."""
     # GitHub removes dots and slashes from the anchors of headings.
     anchor = "".join(letter for letter in entry.name.lower() if letter.isalnum() or letter in "-_")
     size = f"{entry.stored.size / 1e6:.1f} MB"
@@ -85,11 +101,15 @@ def render_row(entry: ZooEntry) -> Sequence[str]:
     return (
         f"[`{entry.name}`](#{anchor})",
         entry.task,
-        "; ".join(map(str, entry.metrics)) or "—",
         f"{entry.num_params / 1e6:.1f} M",
         f"{entry.madds / 1e9:.2f} G at {entry.madds_input[0]}x{entry.madds_input[1]}",
         size,
     )
+
+
+def render_metrics(entry: ZooEntry) -> Sequence[str]:
+    """Returns the cells of an entry, in the order of ``_METRIC_HEADERS``."""
+    return (f"`{entry.name}`", "; ".join(map(str, entry.metrics)))
 
 
 if __name__ == "__main__":
