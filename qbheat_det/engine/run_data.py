@@ -380,15 +380,14 @@ def _check_task(flags: RunFlags, sources: Mapping[Role, OpenedSource], task: Tas
     if (flags.val or flags.val_images) and not (names_training_set or flags.eval_only):
         raise UserError("--val alone evaluates: add --eval-only, or --data to train")
     if flags.images and not flags.data:
-        raise UserError(f"--images needs --data, which has the {task.learns_from}")
+        raise UserError(f"--images needs --data, which has {task.learns_from}")
     if flags.val_images and not flags.val:
-        raise UserError(f"--val-images needs --val, which has the {task.learns_from}")
-    for opened in sources.values():
+        raise UserError(f"--val-images needs --val, which has {task.learns_from}")
+    for role, opened in sources.items():
         if not task.fits(opened.source):
+            path = flags.val if role == "val" and flags.val else flags.data
             kind = find_task_of_data(opened.source).learns_from
-            raise UserError(
-                f"'{opened.source.path}' has {kind}, but {task.learns_from} are needed here"
-            )
+            raise UserError(f"'{path}' has {kind}, but {task.learns_from} are needed here")
 
 
 def _choose_roles(
