@@ -138,7 +138,9 @@ def dry_run(cfg: CfgNode, build_trainer: BuildTrainer, *, num_steps: int = 3) ->
         checkpoint_seconds = time.perf_counter() - begin
         times, disk = _forecast_disk(planned, iterations, folder)
     unlabelled = trainer.data_loader.unlabelled
-    also = f", {unlabelled.batch_size} unlabelled" if unlabelled else ""
+    also = ""
+    if unlabelled:
+        also = f", {unlabelled.batch_size} unlabelled"
     has_cache = trainer.cached_features or trainer.targets
     costs = {"Set-up": (timer.first_step_end - start - cache.spent, 1)}
     if has_cache:
@@ -202,10 +204,14 @@ class _Rehearsal:
         few = _FewViews(self._folder / store.folder.name, number, dtype=store.dtype)
         few.write(0, encoded)
         known = find_known_views(store)
-        scale = 1.0 if (store.key or {})["is_train"] else self._test_scale
+        scale = self._test_scale
+        if (store.key or {})["is_train"]:
+            scale = 1.0
         indices = [index for file in store.missing() for index in store.views_of(file)]
         missing = round(scale * sum(index not in known for index in indices))
-        seconds = max(loading / num_workers, encoding) if num_workers else loading + encoding
+        seconds = loading + encoding
+        if num_workers:  # they load while the network encodes
+            seconds = max(loading / num_workers, encoding)
         self.num_views += missing
         self.seconds += seconds * missing / number / comm.get_world_size()
         disk = next(folder for folder in store.folder.absolute().parents if folder.is_dir())
@@ -288,7 +294,9 @@ def _forecast_disk(cfg: CfgNode, iterations: int, folder: Path) -> tuple[int, tu
     """Returns the number of checkpoints, and the bytes of disk space needed and available."""
     written = math.ceil(iterations / cfg.SOLVER.CHECKPOINT_PERIOD)
     # The oldest checkpoint is removed after the next one is written. model_final.pth is kept too.
-    most = cfg.SOLVER.CHECKPOINTS_KEPT + 1 if cfg.SOLVER.CHECKPOINTS_KEPT else written
+    most = written
+    if cfg.SOLVER.CHECKPOINTS_KEPT:
+        most = cfg.SOLVER.CHECKPOINTS_KEPT + 1
     kept = 1 + min(most, written - 1)
     sizes = {file: file.stat().st_size for file in folder.rglob("*") if file.is_file()}
     checkpoint = sizes.get(folder / "dry_run.pth", 0)  # only the main process writes it

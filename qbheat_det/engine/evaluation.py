@@ -43,7 +43,9 @@ class Evaluation:
         results = {name: self._evaluate(name, model) for name in self._cfg.DATASETS.TEST}
         if not comm.is_main_process():
             return {}
-        return next(iter(results.values())) if len(results) == 1 else results
+        if len(results) == 1:
+            return next(iter(results.values()))
+        return results
 
     def forget(self) -> None:
         """Makes the next evaluation rebuild its loaders and evaluators."""

@@ -19,10 +19,11 @@ from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from qbheat_det.checkpoint import load_run_config
-from qbheat_det.config import get_cfg, load_config
+from qbheat_det.config import load_config
 from qbheat_det.core.errors import Interrupted, UserError, find_user_message, is_lost_peer
 from qbheat_det.modeling.contracts import get_backbone, get_in_features
 
+from .run_config import as_opts
 from .run_flags import RunFlags
 
 R = TypeVar("R")
@@ -89,13 +90,13 @@ def _uses_gpus(args: argparse.Namespace, wanted: int) -> bool:
 def _read_device(flags: RunFlags) -> str:
     """Returns ``MODEL.DEVICE``, which the data do not change."""
     overrides = flags.overrides
-    if "MODEL.DEVICE" in overrides:
-        return overrides["MODEL.DEVICE"]
-    if flags.config_file:
-        return str(load_config(flags.config_file).MODEL.DEVICE)
-    if "MODEL.WEIGHTS" in overrides:
-        return str(load_run_config(overrides["MODEL.WEIGHTS"]).MODEL.DEVICE)
-    return str(get_cfg().MODEL.DEVICE)
+    opts = as_opts(overrides)
+    weights = overrides.get("MODEL.WEIGHTS")
+    if weights and not flags.config_file:
+        cfg = load_run_config(weights, opts=opts)
+    else:
+        cfg = load_config(flags.config_file or None, opts)
+    return str(cfg.MODEL.DEVICE)
 
 
 def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespace) -> R:

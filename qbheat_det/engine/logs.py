@@ -46,13 +46,16 @@ def open_log(folder: Path, *, rank: int = 0) -> None:
     ``log.txt.rank<rank>``.
     """
     _close_log()
-    file = _LogFile(folder / f"log.txt{f'.rank{rank}' if rank else ''}", delay=True)
+    name = f"log.txt.rank{rank}" if rank else "log.txt"
+    file = _LogFile(folder / name, delay=True)
     file.setFormatter(
         logging.Formatter(
             "[%(asctime)s] %(name)s %(levelname)s: %(message)s", datefmt="%m/%d %H:%M:%S"
         )
     )
-    _opened[:] = [file] if rank else [file, _SummaryHandler()]
+    _opened[:] = [file]
+    if rank == 0:
+        _opened.append(_SummaryHandler())
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         logger.setLevel(logging.DEBUG)
@@ -149,8 +152,10 @@ def print_results(results: Mapping[str, Any]) -> None:
     Does nothing on a terminal, where the log shows the results. Non-finite values become null.
     """
     if not sys.stdout.isatty():
-        values = flatten_results_dict(results).items()
-        print(json.dumps({k: float(f"{v:.6g}") if math.isfinite(v) else None for k, v in values}))
+        rounded: dict[str, float | None] = {}
+        for name, value in flatten_results_dict(results).items():
+            rounded[name] = float(f"{value:.6g}") if math.isfinite(value) else None
+        print(json.dumps(rounded))
 
 
 def describe_model(cfg: CfgNode, model: nn.Module) -> str:

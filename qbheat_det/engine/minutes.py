@@ -66,7 +66,9 @@ class Pace:
 
     def count_epochs(self, seconds: float, size: int | None = None) -> float:
         """Returns the number of epochs that fit in ``seconds`` with images of another ``size``."""
-        area = (size / self.size) ** 2 if size else 1.0
+        area = 1.0
+        if size:
+            area = (size / self.size) ** 2
         return max(0.0, seconds - self.fixed) / (self.epoch * area)
 
 
@@ -142,12 +144,16 @@ def fit_minutes(
         plan += _describe_length(epochs, None, chosen_pace)
     else:
         is_resized = size != last.data.task.get_image_size(last.cfg)
-        shown_size = size if is_resized else flags.image_size
+        shown_size = flags.image_size
+        if is_resized:
+            shown_size = size
         plan += _describe_length(epochs, shown_size, chosen_pace, seconds_before)
         if chosen_pace.size < max(sizes):
             plan += f"; larger images would allow fewer than {_ENOUGH_EPOCHS * pace.usual:.3g}"
     plan += _describe_twice(sizes, pace, 2 * _USED_SHARE * seconds - first_seconds - spent)
-    planned = [chosen] if is_first_alone else [*stages[:-1], chosen]
+    planned = [chosen]
+    if not is_first_alone:
+        planned = [*stages[:-1], chosen]
     title = "\n".join(filter(None, [plan, planned[0].title]))
     return [replace(planned[0], title=title), *planned[1:]]
 
@@ -172,8 +178,9 @@ def _find_unfinished_first_stage(stages: Sequence[Stage]) -> Stage | None:
     if len(stages) == 1:
         return None
     first = stages[0]
-    is_finished = first.resume and first.final_weights.is_file()
-    return None if is_finished else first
+    if first.resume and first.final_weights.is_file():
+        return None
+    return first
 
 
 def _list_sizes(stage: Stage, flags: RunFlags, pace: Pace) -> list[int]:
@@ -288,4 +295,6 @@ def _describe_twice(sizes: Sequence[int], pace: Pace, seconds: float) -> str:
     if epochs < _MIN_EPOCHS * pace.usual:
         return ""
     text = f". Twice the time allows --epochs {min(epochs, _MAX_EPOCHS * pace.usual):.0f}"
-    return text + (f" --image-size {size}" if len(sizes) > 1 else "")
+    if len(sizes) > 1:
+        text += f" --image-size {size}"
+    return text

@@ -31,7 +31,7 @@ from .run_config import (
 )
 from .run_data import RunData, check_flags, check_records, open_sources, prepare_data
 from .run_flags import RunFlags
-from .run_record import check_start, find_start
+from .run_record import Start, check_start, find_start, name_last_checkpoint
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,8 @@ def assemble_evaluation(flags: RunFlags) -> Stage:
     sources = open_sources(flags)
     cfg = read_config(flags, sources)
     check_config(cfg, eval_only=True)
-    start = find_start(Path(cfg.OUTPUT_DIR), asked=flags.resume)
+    folder = Path(cfg.OUTPUT_DIR)
+    start = Start(folder, flags.resume, name_last_checkpoint(folder))
     data = prepare_data(cfg, flags, sources, start)
     cfg = complete_config(cfg, data, overrides, start, eval_only=True)
     check_records([cfg], data, eval_only=True)

@@ -220,11 +220,15 @@ class RunData:
             return
         titles = " and ".join(dict.fromkeys(data_set.source.title for data_set in self.given))
         sizes = " + ".join(f"{data_set.num_images:,}" for data_set in self.given)
-        classes = f", {len(self.class_names)} classes" if self.class_names else ""
+        classes = ""
+        if self.class_names:
+            classes = f", {len(self.class_names)} classes"
         logger.info(f"Data: {titles}, {sizes} images{classes}")
         for account in self.accounts:
             level = logging.WARNING if account.faults else logging.INFO
-            listing = f" (see '{folder / LEFT_OUT_FILE}')" if account.left_out else ""
+            listing = ""
+            if account.left_out:
+                listing = f" (see '{folder / LEFT_OUT_FILE}')"
             logger.log(level, f"Used: {account.summarize()}{listing}")
             for note in account.notes:
                 logger.info(f"Note: {note}")
@@ -312,7 +316,9 @@ def prepare_data(
         sources = _choose_classes(cfg, flags, sources)
     _check_sources(cfg, sources, start)
 
-    seen = SeenImages() if task is PRETRAINING else _read_seen(cfg)
+    seen = SeenImages()
+    if task is not PRETRAINING:
+        seen = _read_seen(cfg)
     split: Split | None = None
     if flags.eval_only and has_no_val:
         split_file = _find_split_of_weights(cfg, flags, start)
@@ -374,15 +380,14 @@ def _check_task(flags: RunFlags, sources: Mapping[Role, OpenedSource], task: Tas
     if (flags.val or flags.val_images) and not (names_training_set or flags.eval_only):
         raise UserError("--val alone evaluates: add --eval-only, or --data to train")
     if flags.images and not flags.data:
-        raise UserError(f"--images needs --data, which has the {task.learns_from}")
+        raise UserError(f"--images needs --data, which has {task.learns_from}")
     if flags.val_images and not flags.val:
-        raise UserError(f"--val-images needs --val, which has the {task.learns_from}")
-    for opened in sources.values():
+        raise UserError(f"--val-images needs --val, which has {task.learns_from}")
+    for role, opened in sources.items():
         if not task.fits(opened.source):
+            path = flags.val if role == "val" and flags.val else flags.data
             kind = find_task_of_data(opened.source).learns_from
-            raise UserError(
-                f"'{opened.source.path}' has {kind}, but {task.learns_from} are needed here"
-            )
+            raise UserError(f"'{path}' has {kind}, but {task.learns_from} are needed here")
 
 
 def _choose_roles(
@@ -515,7 +520,9 @@ def _read_seen(cfg: CfgNode) -> SeenImages:
 
 def _find_split_of_weights(cfg: CfgNode, flags: RunFlags, start: Start) -> Path | None:
     """Returns the ``split.json`` of the training of the weights, if it divides ``--data``."""
-    folder = start.folder if start.resume else Path(cfg.MODEL.WEIGHTS).parent
+    folder = Path(cfg.MODEL.WEIGHTS).parent
+    if start.resume:
+        folder = start.folder
     file = folder.absolute() / SPLIT_FILE
     if not file.is_file():
         return None
@@ -621,7 +628,9 @@ def _choose_names(
 
 def _check_names(data: RunData, *, eval_only: bool) -> None:
     """Checks that the data sets are registered and have files, without reading them."""
-    names = data.test if eval_only else (*data.train, *data.test)
+    names = data.test
+    if not eval_only:
+        names = (*data.train, *data.test)
     if not names or not (eval_only or data.train):
         raise UserError(f"the config names no data set: {data.task.data_flags}")
     for name in names:
@@ -658,7 +667,7 @@ def _find_classes(
     if data.task is CLASSIFICATION:
         names = _find_folder_classes(cfg, data, start, eval_only=eval_only)
         return names, range(len(names))
-    name = (*data.test, *data.train)[0] if eval_only else data.train[0]
+    name = data.test[0] if eval_only else data.train[0]
     metadata = MetadataCatalog.get(name)
     if not metadata.get("thing_classes"):
         DatasetCatalog.get(name)  # Detectron2 reads the names from the COCO file

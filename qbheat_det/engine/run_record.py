@@ -66,7 +66,10 @@ def find_start(folder: Path, *, asked: bool) -> Start:
             f"OUTPUT_DIR '{folder}' ends with '{main or 'nothing'}' on the first machine, but with "
             f"'{others.pop() or 'nothing'}' on another: all must see one folder"
         )
-    return Start(folder, resume, last, find_broken_images(folder) if resume else ())
+    left_out: Sequence[str] = ()
+    if resume:
+        left_out = find_broken_images(folder)
+    return Start(folder, resume, last, left_out)
 
 
 def check_start(start: Start, weights: str) -> None:
@@ -96,7 +99,9 @@ def check_start(start: Start, weights: str) -> None:
 
 def _initial_weights(folder: Path) -> str:
     path = folder / "config.yaml"
-    return load_config(path).MODEL.WEIGHTS if path.is_file() else ""
+    if not path.is_file():
+        return ""
+    return str(load_config(path).MODEL.WEIGHTS)
 
 
 def _began_in_this_launch(folder: Path) -> bool:
@@ -169,13 +174,17 @@ def find_duration(folder: Path) -> float | None:
 def find_shared_images(folder: Path) -> list[str]:
     """Returns how many validation images of a run were trained on, one sentence per kind."""
     starts = read_run_record(folder / RUN_FILE)
-    return list(starts[-1].get("shared_images", ())) if starts else []
+    if not starts:
+        return []
+    return list(starts[-1].get("shared_images", ()))
 
 
 def find_broken_images(folder: Path) -> list[str]:
     """Returns the paths of the images that a run has left out at its start."""
     starts = read_run_record(folder / RUN_FILE)
-    return list(starts[0].get("broken_images", ())) if starts else []
+    if not starts:
+        return []
+    return list(starts[0].get("broken_images", ()))
 
 
 def find_launch() -> str:

@@ -188,7 +188,9 @@ class StepTrainer(SimpleTrainer):
             return
         bad = [f"{name} {value}" for name, value in here.items() if not math.isfinite(value)]
         files = [str(entry["file_name"]) for entry in batch if "file_name" in entry]
-        images = f"; images: {join_first(files, limit=8)}" if files else ""
+        images = ""
+        if files:
+            images = f"; images: {join_first(files, limit=8)}"
         own_message = ""
         if bad:
             own_message = f"{join_first(bad)} on process {comm.get_rank()}{images}"

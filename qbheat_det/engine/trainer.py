@@ -109,13 +109,15 @@ class Trainer(DefaultTrainer):
             mean_teacher=self._mean_teacher,
         )
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
+        checkpointables: dict[str, Any] = {"trainer": weakref.proxy(self)}
+        if self._average:
+            checkpointables["ema"] = self._average.module
         self.checkpointer = SafeCheckpointer(
             self.bare_model,
             cfg.OUTPUT_DIR,
             class_names=cfg.MODEL.CLASS_NAMES,
             allow_partial=allow_partial,
-            trainer=weakref.proxy(self),
-            **({"ema": self._average.module} if self._average else {}),
+            **checkpointables,
         )
         self.resumed_from: str | None = None
         self.start_iter = 0
@@ -160,7 +162,8 @@ class Trainer(DefaultTrainer):
             return
         self.resumed_from = self.checkpointer.find_checkpoint_to_resume()
         info = info_of(self.resumed_from)
-        before = check_same_config(info.config if info else "", self.cfg)
+        saved = info.config if info else ""
+        before = check_same_config(saved, self.cfg)
         self.checkpointer.resume(self.resumed_from)
         self.start_iter = self.iter + 1
         weights = before.get("MODEL.WEIGHTS", self.cfg.MODEL.WEIGHTS)  # of the run's start

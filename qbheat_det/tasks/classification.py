@@ -19,7 +19,7 @@ class Classification(Task):
     """Classification of whole images, evaluated by accuracy."""
 
     name = "classification"
-    learns_from = "classes"
+    learns_from = "class folders"
     recipe = "custom/tran1_285M_probe.yaml"
     mappers: ClassVar[set[str]] = {"classify"}
     set_names = ("custom_labelled_train", "custom_labelled_val")
