@@ -7,7 +7,14 @@ from typing import Any, Literal
 from detectron2.layers import Conv2d
 from torch import nn
 
-from qbheat_det.layers import DotProductAttention, DownMobile, DynamicReLU, MapAttention, Mobile
+from qbheat_det.layers import (
+    DotProductAttention,
+    DownMobile,
+    DynamicReLU,
+    LiteBottleneck,
+    MapAttention,
+    Mobile,
+)
 from qbheat_det.modeling.backbone.timm_backbone import TraceableConv2dSame
 from qbheat_det.modeling.detr.decoder_block import LiteMobile
 
@@ -16,7 +23,7 @@ from .depthwise import DepthwiseConv2d, DepthwiseConv2dSame, NormedDepthwiseConv
 from .dynamic_relu import TwoSlopeReLU
 from .form import FastForm
 from .linear import ConvolvedLinear, ConvolvedMapAttention
-from .mobile_former import FusedDownMobile, FusedLiteMobile, FusedMobile
+from .mobile_former import FusedDownMobile, FusedLiteBottleneck, FusedLiteMobile, FusedMobile
 
 Form = Literal["training", "cpu_training", "cpu_inference", "int8"]
 """What a model is used for: training on any device or on CPUs, prediction of one image at a time on
@@ -39,6 +46,7 @@ FORMS: Mapping[Form, Mapping[type[nn.Module], type[FastForm]]] = {
         DynamicReLU: TwoSlopeReLU,
         Mobile: FusedMobile,
         DownMobile: FusedDownMobile,
+        LiteBottleneck: FusedLiteBottleneck,
         LiteMobile: FusedLiteMobile,
         MapAttention: ConvolvedMapAttention,
         nn.Linear: ConvolvedLinear,
