@@ -18,16 +18,15 @@ from qbheat_det.layers import (
 from qbheat_det.modeling.backbone.timm_backbone import TraceableConv2dSame
 from qbheat_det.modeling.detr.decoder_block import LiteMobile
 
-from .attention import ProductAttention, QuantizableMapAttention
+from .attention import ProductAttention
 from .depthwise import DepthwiseConv2d, DepthwiseConv2dSame, NormedDepthwiseConv2d
 from .dynamic_relu import TwoSlopeReLU
 from .form import FastForm
 from .linear import ConvolvedLinear, ConvolvedMapAttention
 from .mobile_former import FusedDownMobile, FusedLiteBottleneck, FusedLiteMobile, FusedMobile
 
-Form = Literal["training", "cpu_training", "cpu_inference", "int8"]
-"""What a model is used for: training on any device or on CPUs, prediction of one image at a time on
-CPUs, or the export of a file in 8-bit integers."""
+Form = Literal["training", "cpu_training", "cpu_inference"]
+"""What a model is used for: training on any device, training on CPUs, or prediction on CPUs."""
 
 FORMS: Mapping[Form, Mapping[type[nn.Module], type[FastForm]]] = {
     "training": {
@@ -50,9 +49,6 @@ FORMS: Mapping[Form, Mapping[type[nn.Module], type[FastForm]]] = {
         LiteMobile: FusedLiteMobile,
         MapAttention: ConvolvedMapAttention,
         nn.Linear: ConvolvedLinear,
-    },
-    "int8": {
-        MapAttention: QuantizableMapAttention,
     },
 }
 """The fast form of each layer, by the use of the model. Only these exact types are replaced."""
