@@ -47,7 +47,7 @@ check: $(INSTALLED) ## formatting, lint, types, prose (if Vale is installed), te
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(ARGS)
 
 bench: $(INSTALLED) ## detectors and pre-training beside their peers; tables in output/bench
-	$(PY) benchmarks/run.py $(ARGS)
+	$(PY) -m benchmarks.run $(ARGS)
 
 docs: $(INSTALLED) ## the documentation site in build/site, strictly
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)

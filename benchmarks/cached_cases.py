@@ -27,7 +27,8 @@ _IMAGENET: dict[str, Any] = {
     "SOLVER.AMP.ENABLED": False,
     "MODEL.CHANNELS_LAST": True,
 }
-_NUM_CLASSES, _NUM_BOXES = 16, 7  # class folders; boxes per image, as in COCO
+_NUM_CLASSES = 16
+_NUM_BOXES = 7  # per image, as in COCO
 _numbers = itertools.count()  # makes the names of data sets unique
 
 
@@ -62,8 +63,11 @@ class Case:
 _DETECTION: dict[str, Any] = {"size": (192, 320), "batch": 8, "steps": 2}
 _SMALL: dict[str, Any] = {"size": (128, 128), "batch": 64, "steps": 4, "file_size": (240, 320)}
 _LARGE: dict[str, Any] = {
-    "size": (224, 224), "batch": 16, "file_size": (375, 500), "opts": _IMAGENET,
-}  # fmt: skip
+    "size": (224, 224),
+    "batch": 16,
+    "file_size": (375, 500),
+    "opts": _IMAGENET,
+}
 _PAPER: dict[str, Any] = {"size": (800, 1333), "batch": 2, "opts": _COCO_SIZE}
 CASES = {
     "3.7g_211": Case("MF-3.7G + MF-Dec-211", "coco/mf_detr_211_3.7G_probe.yaml", **_PAPER),
@@ -80,12 +84,13 @@ CASES = {
 
 def shrunk(case: Case) -> Case:
     """Returns the case with two images of 64 pixels per step."""
-    opts = (
-        {"INPUT.MIN_SIZE_TRAIN": (64,), "INPUT.MAX_SIZE_TRAIN": 107}
-        if case.has_boxes
-        else {"INPUT.PRETRAIN.SIZE": 64}
-    )
-    size = (64, 107) if case.has_boxes else (64, 64)
+    opts: dict[str, Any]
+    if case.has_boxes:
+        size = (64, 107)
+        opts = {"INPUT.MIN_SIZE_TRAIN": (64,), "INPUT.MAX_SIZE_TRAIN": 107}
+    else:
+        size = (64, 64)
+        opts = {"INPUT.PRETRAIN.SIZE": 64}
     return replace(case, size=size, batch=2, steps=1, opts={**case.opts, **opts})
 
 
@@ -115,8 +120,9 @@ class Bound:
         from qbheat_det.evaluation.complexity import CountingRule, count_detector_madds
 
         counts = count_detector_madds(model, *size)
-        # In a feature pyramid, only the bottom-up backbone is frozen.
-        name = "backbone.bottom_up" if hasattr(model.backbone, "bottom_up") else "backbone"
+        name = "backbone"
+        if hasattr(model.backbone, "bottom_up"):  # in a feature pyramid, only this is frozen
+            name = "backbone.bottom_up"
         encoder = counts.total(CountingRule.CORE, name)
         return cls(encoder, counts.total(CountingRule.CORE) - encoder)
 
@@ -125,16 +131,27 @@ def make_config(case: Case, folder: Path, *, num_images: int) -> CfgNode:
     """Draws images for a case; returns its recipe for them, with one fixed view and no cache."""
     cfg = load_config(get_config_path(case.config))
     cfg.merge_from_list([word for pair in case.opts.items() for word in pair])
-    draw = draw_boxes if case.has_boxes else draw_classes
-    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = (draw(folder, case.file_size, num_images),), ()
+    if case.has_boxes:
+        dataset = draw_boxes(folder, case.file_size, num_images)
+    else:
+        dataset = draw_classes(folder, case.file_size, num_images)
+    cfg.DATASETS.TRAIN = (dataset,)
+    cfg.DATASETS.TEST = ()
     cfg.DATASETS.CHECK_IMAGES = False
     cfg.DATALOADER.NUM_WORKERS = 0  # loading is part of the step
-    cfg.MODEL.DEVICE, cfg.MODEL.WEIGHTS = "cpu", ""
+    cfg.MODEL.DEVICE = "cpu"
+    cfg.MODEL.WEIGHTS = ""
     cfg.INPUT.FIXED_VIEWS.COUNT = 1
-    cfg.SOLVER.IMS_PER_BATCH = cfg.SOLVER.REFERENCE_BATCH_SIZE = case.batch
-    cfg.SOLVER.EPOCHS, cfg.SOLVER.WARMUP_EPOCHS, cfg.SOLVER.STEP_EPOCHS = 0.0, 0.0, []
-    cfg.SOLVER.CHECKPOINT_EPOCHS = cfg.TEST.EVAL_EPOCHS = 0.0
-    cfg.SOLVER.MAX_ITER = cfg.SOLVER.CHECKPOINT_PERIOD = 1_000_000  # more than will be run
+    cfg.SOLVER.IMS_PER_BATCH = case.batch
+    cfg.SOLVER.REFERENCE_BATCH_SIZE = case.batch
+    # The schedule is in steps, so the keys in epochs are 0, which means that they are not used.
+    cfg.SOLVER.EPOCHS = 0.0
+    cfg.SOLVER.WARMUP_EPOCHS = 0.0
+    cfg.SOLVER.STEP_EPOCHS = []
+    cfg.SOLVER.CHECKPOINT_EPOCHS = 0.0
+    cfg.TEST.EVAL_EPOCHS = 0.0
+    cfg.SOLVER.MAX_ITER = 1_000_000  # more than will be run
+    cfg.SOLVER.CHECKPOINT_PERIOD = 1_000_000
     cfg.SOLVER.STEPS = ()
     cfg.SOLVER.BASE_LR = 1e-6  # keeps the loss finite in many epochs
     cfg.TEST.EVAL_PERIOD = 0
@@ -147,13 +164,15 @@ def draw_boxes(folder: Path, size: tuple[int, int], num_images: int) -> str:
     """Draws JPEG files with boxes of 80 classes; returns the name of the registered set."""
     generator = np.random.default_rng(0)
     height, width = size
-    images, annotations = [], []
+    images = []
+    annotations = []
     for number in range(1, num_images + 1):
         name = f"{number:04}.jpg"
-        _draw(generator, folder / "images" / name, size)
+        draw_image(generator, folder / "images" / name, size)
         images.append({"id": number, "file_name": name, "height": height, "width": width})
         for _ in range(_NUM_BOXES):
-            left, top = generator.uniform(0, width / 2), generator.uniform(0, height / 2)
+            left = generator.uniform(0, width / 2)
+            top = generator.uniform(0, height / 2)
             sides = generator.uniform(height / 16, height / 2, 2)
             annotations.append(
                 {
@@ -179,13 +198,13 @@ def draw_classes(folder: Path, size: tuple[int, int], num_images: int) -> str:
     generator = np.random.default_rng(0)
     for number in range(num_images):
         label = number % _NUM_CLASSES
-        _draw(generator, folder / "classes" / f"{label:02}" / f"{number:04}.jpg", size)
+        draw_image(generator, folder / "classes" / f"{label:02}" / f"{number:04}.jpg", size)
     name = f"cached_training_{next(_numbers)}"
     register_image_folders(name, [folder / "classes"], labelled=True)
     return name
 
 
-def _draw(generator: np.random.Generator, path: Path, size: tuple[int, int]) -> None:
+def draw_image(generator: np.random.Generator, path: Path, size: tuple[int, int]) -> None:
     """Writes a JPEG with details at several scales, and a file size similar to a photograph."""
     height, width = size
     pixels = np.zeros((height, width, 3), dtype=np.float32)

@@ -31,7 +31,8 @@ from benchmarks.timing import Clock, PairedResult, Result, Sample, set_threads
 from benchmarks.trainer_steps import Steps
 from benchmarks.training import CLOCKS
 
-ONLINE, CACHED = "online", "cached"
+ONLINE = "online"
+CACHED = "cached"
 _ROUNDS = 3
 QUICK = ("285m_211", "285m_linear")
 
@@ -72,10 +73,13 @@ def run(
     """Measures and prints each case; returns two rows per case."""
     set_threads(threads)
     rows: list[Result] = []
-    for name in cases or (QUICK if quick else CASES):
+    if quick:
+        rounds = 1
+        cases = cases or QUICK
+    for name in cases or CASES:
         case = CASES[name]
         if quick:
-            case, rounds = shrunk(case), 1
+            case = shrunk(case)
         figures = measure_case(case, rounds=rounds, clock=CLOCKS[clock])
         rows += rows_of(name, figures)
         print(format_figures(figures), flush=True)
@@ -123,20 +127,25 @@ def time_turns(
     """
     turns = {name: Turns([], [], []) for name in calls}
     for number in range(warm_up + rounds):
-        for name in list(calls)[:: 1 if number % 2 else -1]:
+        names = list(calls)
+        if number % 2 == 0:
+            names.reverse()
+        for name in names:
             start = clock()
-            told = [calls[name]() for _ in range(steps)]
+            returned = [calls[name]() for _ in range(steps)]
             seconds = clock() - start
-            turns[name].losses.extend(loss for _, loss in told)
+            turns[name].losses.extend(loss for _, loss in returned)
             if number >= warm_up:
                 turns[name].step.append(seconds / steps)
-                turns[name].waiting.append(statistics.fmean(waited for waited, _ in told))
+                turns[name].waiting.append(statistics.fmean(waited for waited, _ in returned))
     return turns
 
 
 def rows_of(name: str, figures: Figures) -> list[PairedResult]:
     """Returns two rows that compare cached with online rates: whole steps, and without loading."""
-    batch, online, cached = figures.case.batch, figures.online, figures.cached
+    batch = figures.case.batch
+    online = figures.online
+    cached = figures.cached
     rate = [batch / seconds for seconds in cached.step]
     computing = [whole - waited for whole, waited in zip(online.step, online.waiting, strict=True)]
     return [
@@ -149,7 +158,8 @@ def rows_of(name: str, figures: Figures) -> list[PairedResult]:
 
 def format_figures(figures: Figures) -> str:
     """Returns text with the rates and ratios of a case, as median (minimum to maximum)."""
-    case, bound = figures.case, figures.bound
+    case = figures.case
+    bound = figures.bound
     height, width = case.size
     lines = [
         f"  {case.title}, {case.batch} images of {height} x {width} a step; MAdds: encoder "

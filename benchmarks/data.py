@@ -25,7 +25,7 @@ from torchvision.transforms import v2
 
 from benchmarks.cached_cases import Case, make_config
 from benchmarks.timing import PairedResult, Result, seconds_in_rounds, set_threads
-from qbheat_det.data import build_train_stream
+from qbheat_det.engine import Trainer
 
 _FILES: dict[str, Any] = {"size": (256, 256), "file_size": (480, 640)}
 CASES = {
@@ -33,30 +33,32 @@ CASES = {
         "pre-training at 256 pixels", "ImageNet-QBHeat/qb_heat_285M_400ep.yaml", batch=32, **_FILES
     ),
     "_boxes": Case("detection", "coco/retinanet_285M_finetune.yaml", batch=32, **_FILES),
-}  # fmt: skip
+}
 
 
 def run(*, quick: bool, threads: int = 1, rounds: int = 7) -> list[Result]:
     """Measures each mapper in turns with its peers."""
     set_threads(1)
     rows: list[Result] = []
-    for end, case in [*CASES.items()][: 1 if quick else None]:
+    names = list(CASES)
+    if quick:
+        names = names[:1]
+        rounds = 1
+    for end in names:
+        case = CASES[end]
         with tempfile.TemporaryDirectory() as folder:
             cfg = make_config(case, Path(folder), num_images=2 * case.batch)
             cfg.INPUT.FIXED_VIEWS.COUNT = 0  # views are drawn anew, as by the peers
-            decoders = {"torchvision": _decode}
+            decoders = {"torchvision": decode_with_torchvision}
             if find_spec("simplejpeg"):
-                decoders["simplejpeg"] = _decode_simply
+                decoders["simplejpeg"] = decode_with_simplejpeg
             calls: dict[str, Callable[[], Any]] = {
-                name: partial(next, _peer_batches(cfg, case, decode))
+                name: partial(next, iterate_as_peer(cfg, case, decode))
                 for name, decode in decoders.items()
             }
-            stream = iter(build_train_stream(cfg))
-            calls["ours"] = lambda stream=stream, case=case: _gather(
-                [entry["image"] for entry in next(stream)], case
-            )
-            taken = seconds_in_rounds(calls, rounds=1 if quick else rounds, clock=time.process_time)
-        rates = {name: [case.batch / one for one in seconds] for name, seconds in taken.items()}
+            calls["ours"] = partial(next, iterate_as_ours(cfg, case))
+            taken = seconds_in_rounds(calls, rounds=rounds, clock=time.process_time)
+        rates = {name: [case.batch / s for s in seconds] for name, seconds in taken.items()}
         print(f"  {case.title}: {', '.join(f'{k} {max(v):.0f} img/s' for k, v in rates.items())}")
         rows += [
             PairedResult.higher_is_better(
@@ -67,7 +69,14 @@ def run(*, quick: bool, threads: int = 1, rounds: int = 7) -> list[Result]:
     return rows
 
 
-def _peer_batches(cfg: CfgNode, case: Case, decode: Callable[[str], Tensor]) -> Iterator[Any]:
+def iterate_as_ours(cfg: CfgNode, case: Case) -> Iterator[Any]:
+    """Yields batches of the package's data stream."""
+    for entries in Trainer.build_train_loader(cfg):
+        yield gather([entry["image"] for entry in entries], case)
+
+
+def iterate_as_peer(cfg: CfgNode, case: Case, decode: Callable[[str], Tensor]) -> Iterator[Any]:
+    """Yields batches that torchvision's transforms make of the same files."""
     keys = cfg.INPUT.PRETRAIN
     place: Any = v2.RandomResizedCrop(keys.SIZE, scale=keys.SCALE)
     if case.has_boxes:
@@ -85,18 +94,23 @@ def _peer_batches(cfg: CfgNode, case: Case, decode: Callable[[str], Tensor]) -> 
             else:
                 image = transform(image)
             images.append(image)
-        yield _gather(images, case)
+        yield gather(images, case)
 
 
-def _gather(images: list[Tensor], case: Case) -> Any:
-    return images if case.has_boxes else torch.stack(images)
+def gather(images: list[Tensor], case: Case) -> Any:
+    """Stacks images, unless they have boxes and therefore different sizes."""
+    if case.has_boxes:
+        return images
+    return torch.stack(images)
 
 
-def _decode(path: str) -> Tensor:
+def decode_with_torchvision(path: str) -> Tensor:
+    """Decodes a JPEG file to RGB (3, H, W)."""
     return io.decode_image(path, io.ImageReadMode.RGB)
 
 
-def _decode_simply(path: str) -> Tensor:
+def decode_with_simplejpeg(path: str) -> Tensor:
+    """Decodes a JPEG file to RGB (3, H, W)."""
     import simplejpeg
 
     return torch.from_numpy(simplejpeg.decode_jpeg(Path(path).read_bytes())).permute(2, 0, 1)

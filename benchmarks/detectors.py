@@ -13,7 +13,8 @@ from torch import Tensor, nn
 Forward = Callable[[Tensor], object]
 
 # Typical size of COCO's test images after resizing the shorter side to 800.
-HEIGHT, WIDTH = 800, 1333
+HEIGHT = 800
+WIDTH = 1333
 
 
 def call_detectron2(model: nn.Module, images: Tensor) -> object:
@@ -66,7 +67,7 @@ def load_mf_detr(
     return lambda: build_model(mf_detr_config(variant, num_blocks, num_queries)).eval()
 
 
-def _load_retinanet_r50() -> Callable[[], nn.Module]:
+def load_retinanet_r50() -> Callable[[], nn.Module]:
     from detectron2.config import get_cfg
     from detectron2.modeling import build_model
 
@@ -87,7 +88,7 @@ def _load_retinanet_r50() -> Callable[[], nn.Module]:
     return build
 
 
-def _load_detr_r50() -> Callable[[], nn.Module]:
+def load_detr_r50() -> Callable[[], nn.Module]:
     from transformers import DetrConfig, DetrForObjectDetection
 
     # The architecture of facebook/detr-resnet-50; nothing is downloaded.
@@ -103,7 +104,7 @@ def _load_detr_r50() -> Callable[[], nn.Module]:
     return lambda: DetrForObjectDetection(config).eval()
 
 
-def _load_rt_detr(**differences: Any) -> Callable[[], nn.Module]:
+def load_rt_detr(**differences: Any) -> Callable[[], nn.Module]:
     from transformers import RTDetrConfig, RTDetrForObjectDetection
 
     # The library's default is the architecture of PekingU/rtdetr_r50vd.
@@ -126,7 +127,7 @@ _RT_DETR_R18: dict[str, Any] = {
 }
 
 
-def _load_d_fine_n() -> Callable[[], nn.Module]:
+def load_d_fine_n() -> Callable[[], nn.Module]:
     from transformers import DFineConfig, DFineForObjectDetection
 
     # The architecture of D-FINE-N (arXiv:2410.13842), with HGNetV2-B0.
@@ -164,13 +165,13 @@ def _load_d_fine_n() -> Callable[[], nn.Module]:
 DETECTORS = {
     "285m_211": Detector("MF-285M + MF-Dec-211", partial(load_mf_detr, "285M", (2, 1, 1))),
     "3.7g_522": Detector("MF-3.7G + MF-Dec-522", partial(load_mf_detr, "3.7G", (5, 2, 2))),
-    "detr_r50": Detector("DETR-R50 (transformers)", _load_detr_r50, call_transformers),
-    "retinanet_r50": Detector("RetinaNet-R50-FPN (Detectron2)", _load_retinanet_r50),
+    "detr_r50": Detector("DETR-R50 (transformers)", load_detr_r50, call_transformers),
+    "retinanet_r50": Detector("RetinaNet-R50-FPN (Detectron2)", load_retinanet_r50),
     "rt_detr_r18": Detector(
-        "RT-DETR-R18 (transformers)", partial(_load_rt_detr, **_RT_DETR_R18), call_transformers
+        "RT-DETR-R18 (transformers)", partial(load_rt_detr, **_RT_DETR_R18), call_transformers
     ),
-    "d_fine_n": Detector("D-FINE-N (transformers)", _load_d_fine_n, call_transformers),
-    "rt_detr_r50": Detector("RT-DETR-R50 (transformers)", _load_rt_detr, call_transformers),
+    "d_fine_n": Detector("D-FINE-N (transformers)", load_d_fine_n, call_transformers),
+    "rt_detr_r50": Detector("RT-DETR-R50 (transformers)", load_rt_detr, call_transformers),
 }
 
 OURS = ("285m_211", "3.7g_522")

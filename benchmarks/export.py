@@ -4,7 +4,7 @@
 The files are timed from uint8 images to boxes, in onnxruntime and in OpenVINO, in float32 and in
 8-bit integers. The integers are calibrated on noise, which does not affect their speed. OpenVINO is
 timed in float32 and in its default, which is bfloat16 if the processor supports it. Each contender
-has its own process, and they take turns, as in ``latency.py``.
+has a process, and they take turns, as in ``latency.py``.
 """
 
 import tempfile
@@ -42,7 +42,13 @@ _PAIRS = {
 
 def run(*, quick: bool, threads: int = 2) -> list[Result]:
     """Writes the files, and times them in turns with the PyTorch model."""
-    height, width = (HEIGHT // 4, WIDTH // 4) if quick else (HEIGHT, WIDTH)
+    height = HEIGHT
+    width = WIDTH
+    rounds = _ROUNDS
+    if quick:
+        height //= 4
+        width //= 4
+        rounds = 2
     with tempfile.TemporaryDirectory() as folder:
         for precision in ("float", "int8"):
             write(Path(folder) / f"{precision}.onnx", height, width)
@@ -52,7 +58,7 @@ def run(*, quick: bool, threads: int = 2) -> list[Result]:
         contenders = [(_NAME, form) for form in forms]
         with Forwards(contenders, height, width, threads=threads, quick=quick) as calls:
             named = {forms[form]: call for (_, form), call in calls.items()}
-            samples = samples_in_rounds(named, rounds=2 if quick else _ROUNDS, clock=None)
+            samples = samples_in_rounds(named, rounds=rounds, clock=None)
     for name, sample in samples.items():
         print(f"  {name:<20} {sample}")
     return [

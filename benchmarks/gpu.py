@@ -11,15 +11,11 @@ Images     The same steps with images in pinned memory, which are copied during 
 Measures nothing without a GPU.
 """
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.detectors import HEIGHT, WIDTH, Forward, random_images
 from benchmarks.forms import COMPILED, DEPLOYED, EAGER, build
@@ -30,6 +26,7 @@ from benchmarks.timing import PairedResult, Result, seconds_in_rounds, set_threa
 BATCHES = (1, 32)
 GOAL = 0.4  # wanted share of the rate of a matrix product, in pre-training
 _ROUNDS = 10
+_QUICK_ROUNDS = 2
 _AT_TEST_SIZE = ("detr_r50",)
 _AT_640 = ("rt_detr_r18", "rt_detr_r50")
 _PRETRAINING = ("285m", "3.7g")
@@ -49,18 +46,27 @@ def run(*, quick: bool, threads: int = 2) -> list[Result]:
 def measure(device: torch.device, *, quick: bool) -> list[Result]:
     """Measures detectors at both image sizes, then pre-training."""
     rows: list[Result] = []
-    shrink = 8 if quick else 1
     for peers, height, width in ((_AT_TEST_SIZE, HEIGHT, WIDTH), (_AT_640, 640, 640)):
-        for batch in (1, 2) if quick else BATCHES:
-            images = random_images(height // shrink, width // shrink, number=batch).to(device)
+        batches = BATCHES
+        if quick:
+            height //= 8
+            width //= 8
+            batches = (1, 2)
+        for batch in batches:
+            images = random_images(height, width, number=batch).to(device)
             rows += compare(images, peers, quick=quick)
     return rows + measure_pretraining(device, quick=quick)
 
 
 def compare(images: Tensor, peers: tuple[str, ...], *, quick: bool) -> list[Result]:
     """Times ours and peers on a batch; returns a row for each pair of our and peer's forms."""
-    batch, side = len(images), "640_" if "rt_detr_r18" in peers else ""
-    ours = ["285m_211"] if side else ["285m_211", "3.7g_522"]
+    batch = len(images)
+    if peers == _AT_640:
+        ours = ["285m_211"]
+        side = "640_"
+    else:
+        ours = ["285m_211", "3.7g_522"]
+        side = ""
     contenders = [(name, form) for name in ours for form in (EAGER, DEPLOYED)]
     contenders += [(peer, form) for peer in peers for form in (EAGER, COMPILED)]
     calls: dict[str, Callable[[], object]] = {}
@@ -68,20 +74,23 @@ def compare(images: Tensor, peers: tuple[str, ...], *, quick: bool) -> list[Resu
         for name, form in contenders:
             # Our eager form has float32 weights and uses autocast, as usual in Detectron2.
             as_built = name in ours and form == EAGER
+            dtype = torch.bfloat16
+            if as_built:
+                dtype = torch.float32
             forward = build(
                 name,
                 form,
                 quick=quick,
                 device=images.device.type,
-                dtype=torch.float32 if as_built else torch.bfloat16,
+                dtype=dtype,
             )
             if as_built:
-                forward = partial(_in_bfloat16, forward)
+                forward = partial(run_in_bfloat16, forward)
             forward(images)  # compiles
             calls[f"{name}_{form}"] = partial(forward, images)
         seconds = seconds_in_rounds(
             calls,
-            rounds=2 if quick else _ROUNDS,
+            rounds=_QUICK_ROUNDS if quick else _ROUNDS,
             warm_up=3,
             clock=partial(synchronised_clock, images.device),
         )
@@ -100,29 +109,35 @@ def compare(images: Tensor, peers: tuple[str, ...], *, quick: bool) -> list[Resu
     ]
 
 
-def _in_bfloat16(forward: Forward, images: Tensor) -> object:
+def run_in_bfloat16(forward: Forward, images: Tensor) -> object:
+    """Runs a detector with autocast."""
     with torch.autocast(images.device.type, torch.bfloat16):
         return forward(images)
 
 
 def measure_pretraining(device: torch.device, *, quick: bool) -> list[Result]:
     """Times pre-training steps, with images on the device and in memory, and a matrix product."""
-    setting = SETTINGS["256"].at(size=64) if quick else SETTINGS["256"]
-    batch = 2 if quick else setting.cuda_batch
-    names = _PRETRAINING[: 1 if quick else None]
+    setting = SETTINGS["256"]
+    batch = setting.cuda_batch
+    names = _PRETRAINING
+    rounds = _ROUNDS
+    if quick:
+        setting = setting.at(size=64)
+        batch = 2
+        names = names[:1]
+        rounds = _QUICK_ROUNDS
     calls: dict[str, Callable[[], object]] = {}
     for name in names:
         step = prepare(CONTENDERS[name], setting, batch=batch, device=device).step
-        on_device = torch.randint(
+        images = torch.randint(
             256, (batch, 3, setting.size, setting.size), dtype=torch.uint8, device=device
         )
-        calls[name] = partial(step, on_device)
-        calls[f"{name}_from_memory"] = FromMemory(on_device, step)
+        calls[name] = partial(step, images)
+        calls[f"{name}_from_memory"] = FromMemory(images, step)
     product, flops = matrix_product(device)
     clock = partial(synchronised_clock, device)
-    seconds = seconds_in_rounds(
-        {**calls, MATMUL: product}, rounds=2 if quick else _ROUNDS, warm_up=3, clock=clock
-    )
+    calls[MATMUL] = product
+    seconds = seconds_in_rounds(calls, rounds=rounds, warm_up=3, clock=clock)
     rows: list[Result] = []
     rate = [flops / s / 1e12 for s in seconds[MATMUL]]
     for name in names:
@@ -132,13 +147,11 @@ def measure_pretraining(device: torch.device, *, quick: bool) -> list[Result]:
             f"gpu/qb_heat_{name}_step_vs_matmul", reached, rate, "TFLOP/s"
         )
         print(f"  {row.name}: {row.ratio:.1%} of the matrix rate; wanted {GOAL:.0%}")
-        fed, lying = ([batch / s for s in seconds[f"{name}{end}"]] for end in ("_from_memory", ""))
-        rows += [
-            row,
-            PairedResult.higher_is_better(
-                f"gpu/qb_heat_{name}_from_memory_vs_on_gpu", fed, lying, "img/s"
-            ),
-        ]
+        rows.append(row)
+        from_memory = [batch / s for s in seconds[f"{name}_from_memory"]]
+        on_device = [batch / s for s in seconds[name]]
+        row_name = f"gpu/qb_heat_{name}_from_memory_vs_on_gpu"
+        rows.append(PairedResult.higher_is_better(row_name, from_memory, on_device, "img/s"))
     return rows
 
 
@@ -146,11 +159,13 @@ class FromMemory:
     """Runs steps on batches in pinned memory; copies the next batch during the current step."""
 
     def __init__(self, images: Tensor, step: Callable[[Tensor], object]) -> None:
-        self._on_gpu = images.is_cuda
-        self._source = images.cpu().pin_memory() if self._on_gpu else images.cpu()
         self._device = images.device
         self._step = step
-        self._stream = torch.cuda.Stream() if self._on_gpu else None
+        self._source = images.cpu()
+        self._stream = None
+        if images.is_cuda:
+            self._source = self._source.pin_memory()
+            self._stream = torch.cuda.Stream()
         self._next = self._copy()
 
     def __call__(self) -> None:

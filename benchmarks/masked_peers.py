@@ -63,7 +63,8 @@ class MaskedConvolutionEncoder(nn.Module):
 
     def forward(self, images: Tensor, visible: Tensor) -> Tensor:
         """See ``TokenDroppingEncoder.forward``."""
-        net, grid = self.backbone, images.shape[-1] // self.stride
+        net = self.backbone
+        grid = images.shape[-1] // self.stride
         patches = hidden_patches(visible, grid**2).view(len(images), 1, grid, grid)
         hidden = patches.repeat_interleave(self.stride, dim=2)
         hidden = hidden.repeat_interleave(self.stride, dim=3)

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Peak resident memory of training a RetinaNet on images of many sizes, in one thread.
 
-Run as a program with CONFIG STEPS KEY VALUE ..., it trains and prints the peak in MiB.
+``python -m benchmarks.memory CONFIG STEPS KEY VALUE …`` trains and prints the peak in MiB.
 """
 
 import sys
@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cached_cases import Case, make_config
 from benchmarks.timing import Result, peak_memory_in_turns, resident_mib
@@ -25,12 +23,14 @@ _CASES = {
 
 def run(*, quick: bool, threads: int = 1) -> list[Result]:
     """Compares training with and without ``SOLVER.KEEP_MEMORY``."""
+    num_steps = 2 if quick else 60
     rows = []
     for name, config in _CASES.items():
-        command = [__file__, config, "2" if quick else "60", "SOLVER.KEEP_MEMORY"]
+        command = ["-m", "benchmarks.memory", config, str(num_steps), "SOLVER.KEEP_MEMORY"]
         peaks = peak_memory_in_turns({key: [*command, key] for key in ("True", "False")}, rounds=1)
-        gib = (peaks[key].median / 1024 for key in ("True", "False"))
-        rows.append(Result.lower_is_better(f"memory/{name}", *gib, "GiB"))
+        kept = peaks["True"].median / 1024
+        freed = peaks["False"].median / 1024
+        rows.append(Result.lower_is_better(f"memory/{name}", kept, freed, "GiB"))
     return rows
 
 

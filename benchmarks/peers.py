@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """AP on your boxes of what you could train instead, in equal CPU minutes on one thread.
 
-``python benchmarks/peers.py --data train.json --val val.json --images DIR --model MODEL --minutes
+``python -m benchmarks.peers --data train.json --val val.json --images DIR --model MODEL --minutes
 30 --output OUT`` writes ``OUT/MODEL.json``. "torchvision_fcos" and "torchvision_retinanet" are
 torchvision's classes with its pyramid and heads on EfficientNet-Lite0 with ImageNet weights and
 frozen BatchNorm. They train with SGD and flips as in torchvision's reference, but with a cosine
@@ -14,7 +14,7 @@ SOLVER.EPOCHS 2.0 SOLVER.STEP_EPOCHS [] SOLVER.LR_SCHEDULER_NAME WarmupCosineLR
 SOLVER.WARMUP_EPOCHS 0.2 MODEL.FPN.TOP_LEVELS 2``, and the other keys of ``MODEL.PIXEL_*``,
 ``MODEL.FPN`` and ``MODEL.TIMM`` in ``custom/retinanet_lite0_finetune.yaml``.
 
-Ultralytics' YOLO (AGPL) needs an environment of its own, and boxes in YOLO's format. Train it, and
+Ultralytics' YOLO (AGPL) needs a separate environment, and boxes in YOLO's format. Train it, and
 pass its weights as the model, which is then only evaluated: ``yolo train model=yolo26n.yaml
 data=data.yaml imgsz=512 epochs=10 device=cpu workers=0 val=False seed=1``.
 """
@@ -22,13 +22,10 @@ data=data.yaml imgsz=512 epochs=10 device=cpu workers=0 val=False seed=1``.
 import argparse
 import json
 import math
-import sys
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import timm
 import torch
@@ -49,7 +46,10 @@ from qbheat_det.core.files import write_atomically
 from qbheat_det.evaluation import CocoEvaluator
 from qbheat_det.model_zoo.sources import get_checkpoint
 
-TRAIN, VAL, BATCH_SIZE, TIMED_STEPS = "peers_train", "peers_val", 4, 9
+TRAIN = "peers_train"
+VAL = "peers_val"
+BATCH_SIZE = 4
+TIMED_STEPS = 9
 MODELS = {"torchvision_fcos": FCOS, "torchvision_retinanet": RetinaNet}
 Record = dict[str, Any]
 
@@ -65,8 +65,11 @@ class Lite0Pyramid(nn.Module):
         weights, _ = read_weights(get_checkpoint("timm/tf_efficientnet_lite0"))
         body.load_state_dict({key.removeprefix("net."): each for key, each in weights.items()})
         self.body = freeze_batch_norm_2d(body)
-        channels, last = body.feature_info.channels(), LastLevelP6P7(256, 256)
-        self.fpn = FeaturePyramidNetwork(channels, self.out_channels, extra_blocks=last)
+        self.fpn = FeaturePyramidNetwork(
+            body.feature_info.channels(),
+            self.out_channels,
+            extra_blocks=LastLevelP6P7(self.out_channels, self.out_channels),
+        )
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return self.fpn(dict(zip("345", self.body(x), strict=True)))
@@ -79,9 +82,14 @@ class TorchvisionDetector(nn.Module):
         super().__init__()
         # 0.05 is torchvision's threshold for RetinaNet; that for FCOS, 0.2, lowers its AP.
         self.model = MODELS[name](
-            Lite0Pyramid(), num_classes, min_size=384, max_size=576, score_thresh=0.05,
-            image_mean=[127 / 255] * 3, image_std=[128 / 255] * 3,
-        )  # fmt: skip
+            Lite0Pyramid(),
+            num_classes,
+            min_size=384,
+            max_size=576,
+            score_thresh=0.05,
+            image_mean=[127 / 255] * 3,
+            image_std=[128 / 255] * 3,
+        )
 
     def forward(self, batch: list[Record]) -> Any:
         """Takes uint8 RGB images. Returns losses, or in evaluation a list of results."""
@@ -97,16 +105,20 @@ class TorchvisionDetector(nn.Module):
 
 def as_result(entry: Record, boxes: Tensor, scores: Tensor, classes: Tensor) -> Record:
     """Takes boxes (N, 4), XYXY in pixels, scores (N) and classes (N)."""
-    found = Instances((entry["height"], entry["width"]), pred_boxes=Boxes(boxes))
-    found.scores, found.pred_classes = scores, classes
-    return {"instances": found}
+    instances = Instances(
+        (entry["height"], entry["width"]),
+        pred_boxes=Boxes(boxes),
+        scores=scores,
+        pred_classes=classes,
+    )
+    return {"instances": instances}
 
 
 def find_with_yolo(yolo: Any, batch: list[Record]) -> list[Record]:
     """Takes one image; returns what Detectron2's detectors do."""
     entry = batch[0]
-    (found,) = yolo.predict(entry["file_name"], imgsz=512, conf=0.001, verbose=False)
-    return [as_result(entry, found.boxes.xyxy, found.boxes.conf, found.boxes.cls.long())]
+    (result,) = yolo.predict(entry["file_name"], imgsz=512, conf=0.001, verbose=False)
+    return [as_result(entry, result.boxes.xyxy, result.boxes.conf, result.boxes.cls.long())]
 
 
 def train(model: nn.Module, seconds: float) -> Record:
@@ -127,7 +139,8 @@ def train(model: nn.Module, seconds: float) -> Record:
 
     _, *timed = [compute_gradients() for _ in range(TIMED_STEPS)]  # the first one is slower
     steps = max(1, round(seconds * len(timed) / sum(timed)) - TIMED_STEPS)
-    rate, warm_up = 0.01 * BATCH_SIZE / 16, max(1, steps // 10)
+    rate = 0.01 * BATCH_SIZE / 16
+    warm_up = max(1, steps // 10)
     optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,

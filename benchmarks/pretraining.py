@@ -21,7 +21,9 @@ from benchmarks.pretraining_figures import Figures, measure_setting
 from benchmarks.timing import PairedResult, Result, Sample, set_threads
 from qbheat_det.core.errors import UserError
 
-_MASKED, _WHOLE, _MAE = "_masked_convolution", "_whole_image", "mae_vit_s"
+_MASKED = "_masked_convolution"
+_WHOLE = "_whole_image"
+_MAE = "mae_vit_s"
 _OURS = ("285m", "3.7g")
 _ON_CPU = {  # takes four minutes on two cores
     "256": [
@@ -47,36 +49,50 @@ def run(
         UserError: the batch does not fit the GPU.
     """
     set_threads(threads)
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
+    device = torch.device("cpu")
+    precision = "float32"
+    if torch.cuda.is_available():
+        device = torch.device("cuda")
+        precision = "bfloat16"
     torch.backends.cudnn.benchmark = True  # as in the recipes: all crops have one size
     results: list[Result] = []
     for name, setting in SETTINGS.items():
-        models = cases or (list(CONTENDERS) if cuda else _ON_CPU[name])
-        images = batch or (setting.cuda_batch if cuda else setting.cpu_batch)
-        encoded = batch or (setting.cuda_batch if cuda else setting.cpu_encoder_batch)
+        if device.type == "cuda":
+            models = list(CONTENDERS)
+            step_batch = setting.cuda_batch
+            encoder_batch = setting.cuda_batch
+        else:
+            models = _ON_CPU[name]
+            step_batch = setting.cpu_batch
+            encoder_batch = setting.cpu_encoder_batch
+        models = list(cases) or models
+        step_batch = batch or step_batch
+        encoder_batch = batch or encoder_batch
         if quick:
             setting = setting.at(size=64)
-            models, images, encoded, rounds = _ON_CPU["128"], 2, 2, 1
+            models = _ON_CPU["128"]
+            step_batch = 2
+            encoder_batch = 2
+            rounds = 1
         print(
-            f"{setting.size} px, {setting.title}; {images} images a step, {encoded} in the "
-            f"encoder's part; {'bfloat16' if cuda else 'float32'}",
+            f"{setting.size} px, {setting.title}; {step_batch} images a step, {encoder_batch} in "
+            f"the encoder's part; {precision}",
             flush=True,
         )
         try:
             figures = measure_setting(
                 setting,
                 models,
-                batch=images,
-                encoder_batch=encoded,
+                batch=step_batch,
+                encoder_batch=encoder_batch,
                 rounds=rounds,
                 threads=threads,
                 device=device,
             )
         except torch.cuda.OutOfMemoryError as error:
             raise UserError(
-                f"{images} images of {setting.size} pixels do not fit this GPU: give fewer, as in "
-                f"--batch {max(1, images // 4)}"
+                f"{step_batch} images of {setting.size} pixels do not fit this GPU: give fewer, "
+                f"as in --batch {max(1, step_batch // 4)}"
             ) from error
         print(format_figures(figures), flush=True)
         results += rows_of(name, figures)
@@ -112,12 +128,12 @@ def rows_of(setting: str, figures: Figures) -> list[Result]:
 
 def pairs(measured: Collection[str]) -> list[tuple[str, str, str]]:
     """Returns (ours, peer, kind of the peer) for all pairs of measured models."""
-    found = [
-        (size, *peer)
-        for size in _OURS
-        for peer in ((size + _MASKED, _MASKED[1:]), (size + _WHOLE, _WHOLE[1:]), (_MAE, _MAE))
-    ]
-    return [pair for pair in found if pair[0] in measured and pair[1] in measured]
+    every_pair = []
+    for ours in _OURS:
+        every_pair.append((ours, f"{ours}{_MASKED}", "masked_convolution"))
+        every_pair.append((ours, f"{ours}{_WHOLE}", "whole_image"))
+        every_pair.append((ours, _MAE, _MAE))
+    return [pair for pair in every_pair if pair[0] in measured and pair[1] in measured]
 
 
 def format_figures(figures: Figures) -> str:

@@ -2,21 +2,18 @@
 """The pre-training models of the benchmark, and the calls that are timed.
 
 Run as a program, prints the peak memory in MiB of a training step of one model on the CPU:
-``python benchmarks/pretraining_contenders.py NAME SETTING SIZE BATCH THREADS``.
+``python -m benchmarks.pretraining_contenders NAME SETTING SIZE BATCH THREADS``.
 """
 
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.masked_peers import (
     MaskedConvolutionEncoder,
@@ -115,11 +112,11 @@ def build(contender: Contender, setting: Setting) -> nn.Module:
     if contender.method == "quarter":
         model = QBHeat(**parts)
     else:
-        encoder = (
-            TokenDroppingEncoder(image_size=setting.size)
-            if contender.method == "tokens"
-            else MaskedConvolutionEncoder(backbone=parts["backbone"])
-        )
+        encoder: nn.Module
+        if contender.method == "tokens":
+            encoder = TokenDroppingEncoder(image_size=setting.size)
+        else:
+            encoder = MaskedConvolutionEncoder(backbone=parts["backbone"])
         model = MaskedReconstruction(
             encoder=encoder,
             decoder=parts["decoder"],
@@ -142,8 +139,9 @@ def prepare(
     """Builds a model on ``device`` and returns its timed calls, in bfloat16 on a GPU."""
     from qbheat_det.solver import build_optimizer
 
-    layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
-    model = build(contender, setting).to(device, memory_format=layout)
+    model = build(contender, setting).to(device)
+    if device.type == "cuda":
+        model = model.to(memory_format=torch.channels_last)
     optimizer = build_optimizer(make_config(contender.variant, setting), model)
     on_device = random_images(batch, setting.size).to(device)
 

@@ -12,7 +12,8 @@ from benchmarks.pretraining_contenders import CONTENDERS, Calls, Setting, build,
 from benchmarks.timing import peak_memory_in_turns, seconds_in_rounds
 
 MATMUL = "matmul"
-_ENCODER_ROUNDS, _STEP_ROUNDS = 4, 3
+_ENCODER_ROUNDS = 4
+_STEP_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,9 @@ def measure_setting(
     madds = {model: count(model, setting) for model in with_step}
     calls: dict[str, Calls] = {}
     on_gpu = device.type == "cuda"
-    memory = {} if on_gpu else memory_of_processes(setting, with_step, batch, threads)
+    memory: dict[str, float] = {}
+    if not on_gpu:
+        memory = memory_of_processes(setting, with_step, batch, threads)
     for model in models:
         make = partial(
             prepare,
@@ -81,7 +84,9 @@ def count(model: str, setting: Setting) -> tuple[int, int]:
     from qbheat_det.evaluation.complexity import CountingRule, count_detector_madds
 
     counts = count_detector_madds(build(CONTENDERS[model], setting), setting.size, setting.size)
-    encoder = "backbone" if CONTENDERS[model].method == "quarter" else "encoder"
+    encoder = "encoder"
+    if CONTENDERS[model].method == "quarter":
+        encoder = "backbone"
     return counts.total(CountingRule.CORE, encoder), counts.total(CountingRule.CORE)
 
 
@@ -90,9 +95,8 @@ def memory_of_processes(
 ) -> dict[str, float]:
     """Returns the peak MiB of two steps on the CPU, each model in a fresh process."""
     arguments = [setting.name, *(str(number) for number in (setting.size, batch, threads))]
-    commands = {
-        model: ["benchmarks/pretraining_contenders.py", model, *arguments] for model in models
-    }
+    program = ["-m", "benchmarks.pretraining_contenders"]
+    commands = {model: [*program, model, *arguments] for model in models}
     samples = peak_memory_in_turns(commands, rounds=1)
     return {model: sample.median for model, sample in samples.items()}
 
@@ -109,10 +113,16 @@ def peak_on_gpu(make: Callable[[], Calls], device: torch.device) -> tuple[Calls,
 
 def matrix_product(device: torch.device) -> tuple[Callable[[], object], float]:
     """Returns a function that multiplies large square matrices, and its number of operations."""
-    on_gpu = device.type == "cuda"
-    side, repeats = (8192, 20) if on_gpu else (2048, 2)
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    if device.type == "cuda":
+        side = 8192
+        repeats = 20
+        dtype = torch.bfloat16
+    else:
+        side = 2048
+        repeats = 2
+        dtype = torch.float32
+    left = torch.randn(side, side, device=device, dtype=dtype)
+    right = torch.randn(side, side, device=device, dtype=dtype)
     result = torch.empty_like(left)
 
     def multiply() -> None:

@@ -5,19 +5,16 @@ Each benchmark is a module with a function ``run(quick, threads, …)``, which r
 uses small images and few rounds, to check that everything runs. Further parameters of ``run`` are
 options of the benchmark.
 
-python benchmarks/run.py [--only NAME …] [--quick] [--list]
-python benchmarks/run.py --only cached_training --cases 3.7g_211 --rounds 7 --clock cpu
+python -m benchmarks.run [--only NAME …] [--quick] [--list]
+python -m benchmarks.run --only cached_training --cases 3.7g_211 --rounds 7 --clock cpu
 """
 
 import argparse
 import importlib
 import inspect
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.timing import (
     ENVIRONMENTS,
@@ -70,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UserError(f"no benchmark named '{name}'; there are {', '.join(BENCHMARKS)}")
     set_threads(args.threads)
     print(environment())
-    folder = args.output / "quick" if args.quick else args.output
+    folder = args.output
+    if args.quick:
+        folder /= "quick"
     results = []
     for name in args.only:
         print(f"\n{name}: {BENCHMARKS[name]}")
@@ -92,14 +91,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 def options_of(benchmark: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Returns the given flags that are arguments of a benchmark's ``run``."""
     known = inspect.signature(benchmark.run).parameters
-    given = {name: vars(args)[name] for name in ("cases", "rounds", "batch", "clock")}
-    given = {name: value for name, value in given.items() if value is not None}
-    for name in given:
+    options = {}
+    for name in ("cases", "rounds", "batch", "clock"):
+        value = vars(args)[name]
+        if value is None:
+            continue
         if name not in known:
             raise UserError(
                 f"--{name} is not an option of {benchmark.__name__}: choose others with --only"
             )
-    return given
+        options[name] = value
+    return options
 
 
 if __name__ == "__main__":

@@ -45,30 +45,34 @@ print(time.process_time())
 
 
 def run(*, quick: bool, threads: int = 2, rounds: int = 5) -> list[Result]:
-    """Starts both programs in turns, each in its own process."""
+    """Starts both programs in turns."""
+    if quick:
+        rounds = 1
     with tempfile.TemporaryDirectory() as folder:
-        image, weights = f"{folder}/image.png", f"{folder}/weights.pth"
+        image = f"{folder}/image.png"
+        weights = f"{folder}/weights.pth"
         pixels = np.random.default_rng(0).integers(0, 256, (480, 640, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(image)
-        sizes = _run(_OURS, image)[:-1]
-        _run(_DETECTRON2, image, weights, *sizes, "save")
+        sizes = run_program(_OURS, image)[:-1]
+        run_program(_DETECTRON2, image, weights, *sizes, "save")
         calls = {
-            "ours": lambda: float(_run(_OURS, image)[-1]),
-            "detectron2": lambda: float(_run(_DETECTRON2, image, weights, *sizes)[-1]),
+            "ours": lambda: float(run_program(_OURS, image)[-1]),
+            "detectron2": lambda: float(run_program(_DETECTRON2, image, weights, *sizes)[-1]),
         }
-        taken = seconds_in_rounds(calls, rounds=1 if quick else rounds, warm_up=0, clock=None)
+        taken = seconds_in_rounds(calls, rounds=rounds, warm_up=0, clock=None)
     name = "start/first_prediction_vs_detectron2"
     seconds = [Sample.of(taken[key]).median for key in ("ours", "detectron2")]
     return [Result.lower_is_better(name, *seconds, "s")]
 
 
-def _run(program: str, *arguments: str) -> list[str]:
-    """Returns the words that a program prints."""
-    return subprocess.run(
+def run_program(program: str, *arguments: str) -> list[str]:
+    """Runs a program in a process, and returns the words that it prints."""
+    process = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program, *arguments],
         check=True,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
-    ).stdout.split()
+    )
+    return process.stdout.split()

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Writes the tables of docs/performance.md from the results in ``output/bench``.
 
-python benchmarks/tables.py [--bench DIR] [--check]
+python -m benchmarks.tables [--bench DIR] [--check]
 
 Each table is between ``<!-- bench NAME PREFIX -->`` and ``<!-- end -->``. It has the rows of
 ``NAME.json`` whose names begin with ``NAME/PREFIX`` or ``PREFIX`` (optional), and a line about the
@@ -11,12 +11,9 @@ machine. If a benchmark has not been run, its table does not change.
 import argparse
 import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.timing import ENVIRONMENTS, OUTPUT, ROOT
 from qbheat_det.core.errors import UserError, exit_on_user_error
@@ -37,7 +34,9 @@ def format_table(rows: Sequence[Mapping[str, Any]], environment: str) -> str:
         lines.append(
             f"| `{name}` | {row['ours']:.4g} | {row['peer']:.4g} | {row['unit']} | {ratio} |\n"
         )
-    machine = f"\nMeasured on: {environment}.\n" if environment else ""
+    machine = ""
+    if environment:
+        machine = f"\nMeasured on: {environment}.\n"
     return f"\n{_HEADS}{''.join(lines)}{machine}\n"
 
 
@@ -47,10 +46,10 @@ def fill(page: str, folder: Path) -> str:
     def table(match: re.Match[str]) -> str:
         start, name, prefix, old, end = match.groups()
         path = folder / f"{name}.json"
-        rows = _read(path)
+        rows = read_json(path)
         if not rows:
             return f"{start}{old}{end}"
-        environments = _read(folder / ENVIRONMENTS) or {}
+        environments = read_json(folder / ENVIRONMENTS) or {}
         start_of = (f"{name}/{prefix or ''}", prefix or f"{name}/")
         chosen = [row for row in rows if row["name"].startswith(start_of)]
         if not chosen:
@@ -60,7 +59,8 @@ def fill(page: str, folder: Path) -> str:
     return _BLOCK.sub(table, page)
 
 
-def _read(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """Returns the content of a file, or None if there is none."""
     if not path.is_file():
         return None
     return json.loads(path.read_text(encoding="utf-8"))
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.check:
         if after != before:
             raise UserError(
-                f"{args.page} does not match {args.bench}: run python benchmarks/tables.py"
+                f"{args.page} does not match {args.bench}: run python -m benchmarks.tables"
             )
         return
     args.page.write_text(after, encoding="utf-8")

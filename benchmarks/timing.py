@@ -86,10 +86,14 @@ def seconds_in_rounds(
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(warm_up + rounds):
         for name, call in calls.items():
-            start = clock() if clock else 0.0
-            returned = call()
+            if clock is None:
+                duration = call()
+            else:
+                start = clock()
+                call()
+                duration = clock() - start
             if number >= warm_up:
-                seconds[name].append(clock() - start if clock else returned)
+                seconds[name].append(duration)
     return seconds
 
 
@@ -134,21 +138,24 @@ def set_threads(threads: int) -> None:
 
 def environment() -> str:
     """Returns one line about the CPU, versions, threads and the load of the machine."""
+    name = platform.machine()
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [" ".join(line.split(":", 1)[1].split()) for line in lines if "model name" in line]
-    load = f"{os.getloadavg()[0]:.2f}" if hasattr(os, "getloadavg") else "unknown"
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if "model name" in line:
+                name = " ".join(line.split(":", 1)[1].split())
+                break
     return (
-        f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores; "
+        f"{name}, {os.cpu_count()} cores; "
         f"Python {platform.python_version()}, "
         f"torch {torch.__version__}, {torch.get_num_threads()} threads; "
-        f"load average before the run {load}"
+        f"load average before the run {os.getloadavg()[0]:.2f}"
     )
 
 
 def write_results(results: Sequence[Result], path: Path) -> None:
     """Writes the rows as a JSON list."""
-    _write(path, [asdict(result) for result in results])
+    write_json(path, [asdict(result) for result in results])
 
 
 def write_environment(name: str, path: Path) -> None:
@@ -157,10 +164,11 @@ def write_environment(name: str, path: Path) -> None:
         lines = dict(json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):
         lines = {}
-    _write(path, {**lines, name: environment()})
+    write_json(path, {**lines, name: environment()})
 
 
-def _write(path: Path, content: Any) -> None:
+def write_json(path: Path, content: Any) -> None:
+    """Writes JSON. Raises a ``ValueError`` if a number is not finite."""
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     write_atomically(path, text.encode())
 

@@ -23,8 +23,8 @@ class Steps:
         self.trainer: Any = Trainer(cfg)
         if self.trainer.cached_features:
             self.trainer.cached_features.prepare(self.trainer.data_loader)
-        if self.trainer.teacher:
-            self.trainer.teacher.prepare(self.trainer.data_loader)
+        if self.trainer.targets:
+            self.trainer.targets.prepare(self.trainer.data_loader)
         self._images = _TimedIterator(iter(self.trainer.data_loader), clock)
         inner = self.trainer._trainer
         inner.model.train()

@@ -34,11 +34,16 @@ _BOXES: dict[str, Any] = {
 _SQUARES: dict[str, Any] = {"size": (128, 128), "file_size": (256, 320)}
 JOBS = {
     "default_recipe": Case(
-        "RetinaNet on Lite0, the default recipe at 288 px", "custom/retinanet_lite0_finetune.yaml",
-        size=(288, 448), batch=4, file_size=(480, 640),
+        "RetinaNet on Lite0, the default recipe at 288 px",
+        "custom/retinanet_lite0_finetune.yaml",
+        size=(288, 448),
+        batch=4,
+        file_size=(480, 640),
         opts={
-            "INPUT.MIN_SIZE_TRAIN": (224, 256, 288), "INPUT.MAX_SIZE_TRAIN": 448,
-            "INPUT.DETR_CROP_RESIZE": [256, 320], "INPUT.DETR_CROP_RANGE": [192, 288],
+            "INPUT.MIN_SIZE_TRAIN": (224, 256, 288),
+            "INPUT.MAX_SIZE_TRAIN": 448,
+            "INPUT.DETR_CROP_RESIZE": [256, 320],
+            "INPUT.DETR_CROP_RANGE": [192, 288],
         },
     ),
     "retinanet_285m": Case("MF-285M + RetinaNet", "coco/retinanet_285M_finetune.yaml", **_BOXES),
@@ -49,10 +54,12 @@ JOBS = {
         "QB-Heat 285M at 128 px", "custom/qb_heat_285M_cpu.yaml", batch=16, **_SQUARES
     ),
     "distill_285m_128px": Case(
-        "distillation of a teacher's cached features", "custom/distill_285M_cpu.yaml", batch=16,
+        "distillation of a teacher's cached features",
+        "custom/distill_285M_cpu.yaml",
+        batch=16,
         **_SQUARES,
     ),
-}  # fmt: skip
+}
 
 
 def run(
@@ -69,11 +76,15 @@ def run(
         A row per job with the seconds per step of the faster precision, against float32.
     """
     set_threads(threads)
+    if quick:
+        rounds = 1
     rows = []
     for name in cases or JOBS:
-        case = shrunk(JOBS[name]) if quick else JOBS[name]
+        case = JOBS[name]
+        if quick:
+            case = shrunk(case)
         with tempfile.TemporaryDirectory() as folder:
-            seconds = time_steps(case, Path(folder), rounds=1 if quick else rounds, clock=clock)
+            seconds = time_steps(case, Path(folder), rounds=rounds, clock=clock)
         print(f"  {case.title}: {', '.join(f'{key} {each} s' for key, each in seconds.items())}")
         best = min(each.median for each in seconds.values())
         row = f"training/{name}_step_s"
@@ -83,9 +94,12 @@ def run(
 
 def time_steps(case: Case, folder: Path, *, rounds: int, clock: str) -> dict[str, Sample]:
     """Returns the seconds per step by precision."""
-    now, trainers = CLOCKS[clock], {}
-    has_bf16 = supports_bfloat16(torch.device("cpu"))
-    for name, opts in {"float32": {}, **({"bfloat16": _BF16} if has_bf16 else {})}.items():
+    now = CLOCKS[clock]
+    precisions: dict[str, dict[str, Any]] = {"float32": {}}
+    if supports_bfloat16(torch.device("cpu")):
+        precisions["bfloat16"] = _BF16
+    trainers = {}
+    for name, opts in precisions.items():
         cfg = make_config(case, folder / name, num_images=2 * case.batch)
         cfg.MODEL.TEACHER.WEIGHTS = ""
         cfg.SOLVER.AMP.ENABLED = False

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Worker processes for measurements in turns: each reads a line, works, and answers in JSON.
 
-Each contender has its own imports, allocator settings and compiled code. Only one works at a time.
+Contenders do not share imports, allocator settings and compiled code. Only one works at a time.
 """
 
 import json
@@ -33,7 +33,9 @@ class Worker:
         """Returns the next answer; raises ``LeftOut`` if the process has ended or failed."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        answer: dict[str, Any] = json.loads(line) if line else {"error": "its process ended"}
+        if not line:
+            raise LeftOut("its process ended")
+        answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise LeftOut(str(answer["error"]).splitlines()[0])
         return answer

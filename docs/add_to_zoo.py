@@ -1,14 +1,13 @@
-#!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Adds trained weights, in half precision, to the package's model zoo.
 
-python docs/add_to_zoo.py --weights output/mine --name retinanet/285M_shapes \\
+python -m docs.add_to_zoo --weights output/mine --name retinanet/285M_shapes \\
     --config custom/retinanet_285M_probe.yaml --summary 'Frozen RetinaNet on drawn shapes' \\
     --data 'drawn shapes' --data-licence CC0-1.0 --command 'qbheat train …' \\
     --metric AP 41.2±0.6 % 'shapes val'
 
 Matrices become float16, and paths of this machine are removed from the config. Run
-``python -m tests.model_zoo.fingerprints`` and ``python docs/write_zoo_table.py`` afterwards.
+``python -m tests.model_zoo.fingerprints`` and ``python -m docs.write_zoo_table`` afterwards.
 """
 
 import argparse
@@ -16,19 +15,15 @@ import dataclasses
 import datetime
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from detectron2.config import CfgNode
 from detectron2.modeling import Backbone
+from torch import Tensor
 
 from qbheat_det.checkpoint import (
     WeightsInfo,
@@ -42,7 +37,6 @@ from qbheat_det.config import dump_config, get_cfg, get_config_path, with_values
 from qbheat_det.core.environment import find_commit
 from qbheat_det.core.errors import UserError, exit_on_user_error
 from qbheat_det.core.files import hash_file, write_atomically
-from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES
 from qbheat_det.evaluation.complexity import (
     CountingRule,
     count_detector_madds,
@@ -52,6 +46,7 @@ from qbheat_det.evaluation.complexity import (
 from qbheat_det.model_zoo import Metric, ZooEntry, index, sources
 from qbheat_det.model_zoo.index import SharedEncoder, find_entry
 from qbheat_det.modeling.contracts import PretrainingObjective
+from qbheat_det.tasks import DETECTION, PRETRAINING, find_task
 
 MAX_SHIPPED = 40_000_000
 """Maximum size in bytes of all weights that are shipped with the package."""
@@ -95,7 +90,10 @@ def add_entry(
         info = info or WeightsInfo.from_config(cfg, iteration=0, commit="")
         save_weights(str(file), halve_precision(state), remove_machine_paths(info, cfg))
         trained = sources.open_trained(str(file), device="cpu")
-        shared, stored = _leave_out_encoder(file, encoder) if encoder else (None, file)
+        shared = None
+        stored = file
+        if encoder:
+            shared, stored = leave_out_encoder(file, encoder)
         entry = ZooEntry(
             **description,
             commit=(info.commit or find_commit()).removesuffix("-dirty"),
@@ -108,7 +106,8 @@ def add_entry(
             encoder=shared,
         )
         others = [other for other in index.list_entries() if other.name != name]
-        total = sum(e.stored.size for e in (*others, entry) if e.distribution is None)
+        shipped = [each for each in (*others, entry) if each.distribution is None]
+        total = sum(each.stored.size for each in shipped)
         if total > MAX_SHIPPED:
             raise UserError(f"with '{name}' the weights would have {total / 1e6:.1f} MB")
         write_atomically(sources.SHIPPED / entry.stored.file, stored.read_bytes())
@@ -129,44 +128,49 @@ def describe_model(trained: sources.TrainedModel) -> dict[str, Any]:
     detectors, the image is in landscape orientation. For pre-training objectives, only the
     multiply-adds of the backbone are counted.
     """
-    model, cfg = trained.model, trained.cfg
-    if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
-        height = width = int(cfg.INPUT.PRETRAIN.SIZE)
+    model = trained.model
+    cfg = trained.cfg
+    task = find_task(cfg)
+    if task is not DETECTION:
+        height = int(cfg.INPUT.PRETRAIN.SIZE)
+        width = height
     else:
-        height, width = int(cfg.INPUT.MIN_SIZE_TEST), int(cfg.INPUT.MAX_SIZE_TEST)
-        height = height or width  # 0 does not resize
+        width = int(cfg.INPUT.MAX_SIZE_TEST)
+        height = int(cfg.INPUT.MIN_SIZE_TEST) or width  # 0 does not resize
     if isinstance(model, Backbone | PretrainingObjective):
-        task = "pretraining"
-        backbone = model if isinstance(model, Backbone) else model.get_submodule("backbone")
+        task = PRETRAINING
+        backbone = model
+        if not isinstance(model, Backbone):
+            backbone = model.get_submodule("backbone")
         madds = count_madds(backbone, torch.zeros(1, 3, height, width))
     else:
-        is_classifier = cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
-        task = "classification" if is_classifier else "detection"
         madds = count_detector_madds(model, height, width)
     return {
-        "task": task,
+        "task": task.name,
         "num_params": count_parameters(model),
         "madds": madds.total(CountingRule.CORE),
         "madds_input": (height, width),
     }
 
 
-def _leave_out_encoder(file: Path, encoder: str) -> tuple[SharedEncoder, Path]:
+def leave_out_encoder(file: Path, encoder: str) -> tuple[SharedEncoder, Path]:
     """Splits the encoder off a file; returns the encoder's record and the path of the part.
 
     Replaces the file by the join of part and encoder, as users will get it.
     """
     if find_entry(encoder).encoder:
-        raise UserError(f"'{encoder}' is stored without its own encoder")
+        raise UserError(f"'{encoder}' is stored without its encoder")
     encoder_file = sources.fetch(find_entry(encoder))
     state, info = read_weights(str(file))
     assert info is not None
-    own, known = bare_backbone(state), sources.read_encoder(encoder_file)
-    for name, short in own.items():
-        if short not in known or not torch.equal(state[name], known[short]):
+    backbone_names = bare_backbone(state)
+    encoder_state = sources.read_encoder(encoder_file)
+    for name, short in backbone_names.items():
+        if short not in encoder_state or not torch.equal(state[name], encoder_state[short]):
             raise UserError(f"the encoder of '{file}' differs from '{encoder_file}' in '{name}'")
     part = file.with_suffix(".part.safetensors")
-    save_weights(str(part), {**state, **{name: state[name].new_empty(0) for name in own}}, info)
+    left_out = {name: state[name].new_empty(0) for name in backbone_names}
+    save_weights(str(part), {**state, **left_out}, info)
     sources.write_whole(part, encoder_file, file)
     return SharedEncoder(encoder, hash_file(part), part.stat().st_size), part
 
@@ -179,35 +183,40 @@ def halve_precision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     halved = {}
     for name, tensor in state.items():
-        full = tensor.float() if tensor.is_floating_point() else tensor
-        fits = full.is_floating_point() and full.dim() > 1 and bool(full.half().isfinite().all())
-        halved[name] = full.half() if fits else full
+        if tensor.is_floating_point():
+            tensor = tensor.float()
+            if tensor.dim() > 1 and tensor.half().isfinite().all():
+                tensor = tensor.half()
+        halved[name] = tensor
     return halved
 
 
 def remove_machine_paths(info: WeightsInfo, cfg: CfgNode) -> WeightsInfo:
     """Returns a description with the config ``cfg``, without paths of the training machine."""
-    own = with_values(cfg)
-    _reset_paths(own, get_cfg(), "")
-    return dataclasses.replace(info, config=dump_config(own))
+    cfg = with_values(cfg)
+    reset_paths(cfg, get_cfg(), "")
+    return dataclasses.replace(info, config=dump_config(cfg))
 
 
-def _reset_paths(node: CfgNode, fresh: CfgNode, prefix: str) -> None:
+def reset_paths(node: CfgNode, defaults: CfgNode, prefix: str) -> None:
+    """Resets the keys of a node that are paths; ``prefix`` is the node's name with a dot."""
     for key, value in node.items():
         name = f"{prefix}{key}"
         if isinstance(value, CfgNode):
-            _reset_paths(value, fresh[key], f"{name}.")
-        elif name in _KEYS_OF_THE_RUN or (name != "MODEL.CLASS_NAMES" and _has_path(value)):
-            node[key] = fresh[key]
+            reset_paths(value, defaults[key], f"{name}.")
+        elif name in _KEYS_OF_THE_RUN or (name != "MODEL.CLASS_NAMES" and has_path(value)):
+            node[key] = defaults[key]
 
 
-def _has_path(value: object) -> bool:
+def has_path(value: object) -> bool:
+    """Returns whether a value is a path of a machine, or a list with one."""
     if isinstance(value, list | tuple):
-        return any(map(_has_path, value))
+        return any(has_path(entry) for entry in value)
     return isinstance(value, str) and _PATH.fullmatch(value) is not None
 
 
-def _read_metric(name: str, number: str, unit: str, data: str) -> Metric:
+def read_metric(name: str, number: str, unit: str, data: str) -> Metric:
+    """Returns the metric of the words of ``--metric``, such as "AP", "41.2±0.6", "%", "val"."""
     value, sign, spread = number.partition("±")
     return Metric(name, float(value), unit, data, sign + spread)
 
@@ -220,12 +229,18 @@ def main() -> None:
     for flag in ("name", "config", "summary", "data", "data-licence", "command"):
         parser.add_argument(f"--{flag}", required=True)
     parser.add_argument("--licence", default="Apache-2.0", help="of the weights")
-    parser.add_argument("--metric", nargs=4, action="append", default=[],
-                        metavar=("NAME", "VALUE", "UNIT", "DATA"))  # fmt: skip
+    parser.add_argument(
+        "--metric",
+        nargs=4,
+        action="append",
+        default=[],
+        metavar=("NAME", "VALUE", "UNIT", "DATA"),
+    )
     parser.add_argument("--encoder", default="", help="entry whose encoder was frozen in training")
     args = vars(parser.parse_args())
-    metrics = [_read_metric(*words) for words in args.pop("metric")]
-    weights, encoder = find_weights(args.pop("weights")), args.pop("encoder")
+    metrics = [read_metric(*words) for words in args.pop("metric")]
+    weights = find_weights(args.pop("weights"))
+    encoder = args.pop("encoder")
     print(exit_on_user_error(add_entry)(weights, args, metrics=metrics, encoder=encoder))
 
 

@@ -1,45 +1,58 @@
-#!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Draws docs/architecture.svg: the areas of the package, their sizes, and who imports whom.
 
-usage: python docs/draw_architecture.py
+usage: python -m docs.draw_architecture
 
 Arrows are read from the import statements. If A imports B and B imports C, no arrow is drawn from A
 to C.
 """
 
-import sys
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.import_graph import area_of, imports, module_files
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.import_graph import area_of, imports, module_files  # noqa: E402
-
 ROWS = (
-    ("api", "app"),
+    ("app", "labelling"),
+    ("api",),
     ("analysis", "export"),
     ("engine", "inference"),
-    ("feature_cache", "probing", "labelling", "deployment", "model_zoo"),
-    ("modeling.retinanet", "modeling.detr", "modeling.pretrain", "modeling.classification", "fast"),
-    ("modeling.dense", "modeling.atss", "evaluation"),
-    ("data", "checkpoint", "solver", "modeling.backbone", "modeling.image_model"),
+    ("feature_cache", "probing", "deployment", "model_zoo", "fast"),
+    ("modeling.dense_detectors", "modeling.detr", "modeling.pretrain", "modeling.classification"),
+    ("modeling.distillation_teacher", "tasks"),
+    ("data", "evaluation", "checkpoint", "solver", "modeling.backbone", "modeling.parts"),
     ("layers", "config", "core", "modeling.contracts"),
 )
-WIDTH, BOX, HEIGHT, ROW = 1180, 176, 52, 108
-COLORS = ("#f6dede", "#fbe0ea", "#fde7d4", "#fff3c9", "#dcebfb", "#dcebfb", "#e3f3df", "#eeeeee")
+COLORS = (
+    "#ece0f6",
+    "#f6dede",
+    "#fbe0ea",
+    "#fde7d4",
+    "#fff3c9",
+    "#dcebfb",
+    "#dcebfb",
+    "#e3f3df",
+    "#eeeeee",
+)
+"""The color of each row."""
+WIDTH = 1180  # pixels of the drawing
+ROW_HEIGHT = 108
+MARGIN = 20  # above the first row and below the last
+BOX_WIDTH = 176
+BOX_HEIGHT = 52
 
 
 def draw() -> str:
     """Returns the drawing as SVG."""
     sizes = count_lines()
     places = {
-        area: ((index + 0.5) * WIDTH / len(row), 20 + level * ROW)
+        area: ((index + 0.5) * WIDTH / len(row), MARGIN + level * ROW_HEIGHT)
         for level, row in enumerate(ROWS)
         for index, area in enumerate(row)
     }
-    height = 20 + len(ROWS) * ROW - (ROW - HEIGHT) + 20
+    height = (len(ROWS) - 1) * ROW_HEIGHT + BOX_HEIGHT + 2 * MARGIN
     body = [*draw_arrows(places), *draw_boxes(places, sizes)]
     return "\n".join(
         [
@@ -55,12 +68,16 @@ def draw() -> str:
 
 
 def draw_boxes(places: dict[str, tuple[float, float]], sizes: dict[str, int]) -> Iterator[str]:
-    """Yields a box for each area with its name and number of lines."""
+    """Yields a box for each area with its name and number of lines.
+
+    ``places`` has the middle of the upper edge of each box.
+    """
     for level, row in enumerate(ROWS):
         for area in row:
             x, y = places[area]
             yield (
-                f'<rect x="{x - BOX / 2:.0f}" y="{y}" width="{BOX}" height="{HEIGHT}" rx="6" '
+                f'<rect x="{x - BOX_WIDTH / 2:.0f}" y="{y}" width="{BOX_WIDTH}" '
+                f'height="{BOX_HEIGHT}" rx="6" '
                 f'fill="{COLORS[level]}" stroke="#555"/>'
             )
             name = area.replace(".", "/")
@@ -73,13 +90,17 @@ def draw_arrows(places: dict[str, tuple[float, float]]) -> Iterator[str]:
     """Yields an arrow for each import that does not follow from other imports."""
     for source, targets in sorted(reduce_graph(area_graph()).items()):
         for target in sorted(targets):
-            (x1, y1), (x2, y2) = places[source], places[target]
-            if y1 == y2:  # beside each other
-                side = 1 if x2 > x1 else -1
-                x1, x2, y1, y2 = x1 + side * BOX / 2, x2 - side * BOX / 2, y1 + 26, y2 + 26
-                path = f"M{x1:.0f} {y1:.0f}L{x2:.0f} {y2:.0f}"
+            x1, y1 = places[source]
+            x2, y2 = places[target]
+            if y1 == y2:  # beside each other: from edge to edge
+                middle = y1 + BOX_HEIGHT / 2
+                half_width = math.copysign(BOX_WIDTH / 2, x2 - x1)
+                start = f"{x1 + half_width:.0f} {middle:.0f}"
+                end = f"{x2 - half_width:.0f} {middle:.0f}"
+                path = f"M{start}L{end}"
             else:
-                y1, bend = y1 + HEIGHT, (y2 - y1 - HEIGHT) / 2
+                y1 += BOX_HEIGHT
+                bend = (y2 - y1) / 2
                 path = f"M{x1:.0f} {y1}C{x1:.0f} {y1 + bend} {x2:.0f} {y2 - bend} {x2:.0f} {y2}"
             yield f'<path d="{path}" fill="none" stroke="#888" marker-end="url(#tip)"/>'
 

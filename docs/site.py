@@ -36,7 +36,8 @@ AREAS = {  # sections of the API reference: a package, whose `__all__` is listed
     "qbheat_det.modeling.backbone": "Backbones.",
     "qbheat_det.modeling.pretrain": "Pre-training objectives.",
     "qbheat_det.modeling.detr": "MF-DETR.",
-    "qbheat_det.modeling.dense": "Detectors on anchors and points.",
+    "qbheat_det.modeling.retinanet": "RetinaNet.",
+    "qbheat_det.modeling.fcos": "FCOS.",
     "qbheat_det.modeling.classification": "Classifiers.",
     "qbheat_det.modeling.contracts": "Protocols that models may implement.",
     "qbheat_det.probing": "Probes of a frozen backbone.",
@@ -48,8 +49,8 @@ AREAS = {  # sections of the API reference: a package, whose `__all__` is listed
 _CONFIG_INTRO = """# Config keys
 
 Every key that the package adds to Detectron2's, with its default. Override any of them at the
-end of a command (`qbheat train … SOLVER.EPOCHS 20.0`), or in a YAML of your own with `_BASE_`.
-Unknown keys and values of another type are errors. Detectron2's own keys are in
+end of a command (`qbheat train … SOLVER.EPOCHS 20.0`), or in a YAML file with `_BASE_`. Unknown
+keys and values of another type are errors. Detectron2's keys are in
 [its reference](https://detectron2.readthedocs.io/en/latest/modules/config.html)."""
 
 
@@ -80,13 +81,13 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     # Files without a page are shown by name.
     markdown = re.sub(
         r"\[([^]]+)\]\((?:\.\./)*(?:(?:configs|tools|qbheat_det)/[^)]+|LICENSE|CITATION\.cff)\)",
-        _as_code,
+        format_as_code,
         markdown,
     )
     shown: set[str] = set()
     return re.sub(
         r"^<!-- ((?:needs|takes) .*?) -->$",
-        lambda mark: _show_requirement(mark, shown),
+        lambda mark: show_requirement(mark, shown),
         markdown,
         flags=re.M,
     )
@@ -101,14 +102,17 @@ def on_page_content(html: str, **_: Any) -> str:
     )
 
 
-def _show_requirement(mark: re.Match[str], shown: set[str]) -> str:
+def show_requirement(mark: re.Match[str], shown: set[str]) -> str:
     """Returns the requirement of a command; empty if the page has shown it before."""
-    text = "" if mark[1] in shown else f"*{mark[1][0].upper()}{mark[1][1:]}:*"
-    shown.add(mark[1])
-    return text
+    requirement = mark[1]
+    if requirement in shown:
+        return ""
+    shown.add(requirement)
+    return f"*{requirement[0].upper()}{requirement[1:]}:*"
 
 
-def _as_code(link: re.Match[str]) -> str:
+def format_as_code(link: re.Match[str]) -> str:
+    """Returns the text of a link as code."""
     return f"`{link[1].strip('`')}`"
 
 
@@ -117,7 +121,9 @@ def convert_notebook(path: Path) -> str:
     parts = []
     for cell in json.loads(path.read_text("utf-8"))["cells"]:
         text = "".join(cell["source"])
-        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        if cell["cell_type"] == "code":
+            text = f"```python\n{text}\n```"
+        parts.append(text)
     note = f"*This page is the notebook `docs/tutorials/{path.name}`.*"
     return "\n\n".join([parts[0], note, *parts[1:], ""])
 
@@ -127,16 +133,18 @@ def list_api() -> str:
     parts = ["# Python API\n\nExamples are in [Python](python.md)."]
     for area, purpose in AREAS.items():
         path = ROOT / area.replace(".", "/")
-        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        names = [
-            name for name in _public_names(ast.parse(path.read_text("utf-8"))) if name[0] != "_"
-        ]
+        if path.is_dir():
+            path /= "__init__.py"
+        else:
+            path = path.with_suffix(".py")
         parts.append(f"## {area}\n\n{purpose}")
-        parts += [f"::: {area}.{name}" for name in names if not name.isupper()]
+        for name in list_public_names(ast.parse(path.read_text("utf-8"))):
+            if not name.startswith("_") and not name.isupper():
+                parts.append(f"::: {area}.{name}")
     return "\n\n".join(parts) + "\n"
 
 
-def _public_names(module: ast.Module) -> list[str]:
+def list_public_names(module: ast.Module) -> list[str]:
     """Returns ``__all__``, or else the classes and functions of a module."""
     for statement in module.body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
@@ -147,41 +155,42 @@ def _public_names(module: ast.Module) -> list[str]:
 
 def describe_config(source: str) -> str:
     """Returns a page of all config keys: one section per node, with defaults and comments."""
-    comments = _read_comments(source)
+    comments = read_comments(source)
     nodes = next(
         statement.value
         for statement in ast.parse(source).body
         if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == "_KEYS"
     )
     parts = [_CONFIG_INTRO]
-    for path, keys, comment in _list_items(nodes, comments):
+    for path, keys, comment in list_items(nodes, comments):
         parts.append(f"## {path}\n\n{comment}\n\n| key | default | |\n| --- | --- | --- |")
         parts[-1] += "".join(
             f"\n| `{path}.{key}` | `{ast.unparse(value)}` | {text} |"
-            for key, value, text in _list_items(keys, comments)
+            for key, value, text in list_items(keys, comments)
         )
     return "\n\n".join(parts) + "\n"
 
 
-def _list_items(
+def list_items(
     node: ast.expr | None, comments: dict[int, tuple[bool, str]]
 ) -> Iterator[tuple[str, ast.expr, str]]:
     """Yields each key of a dict literal, its value, and the comments above and beside it."""
     assert isinstance(node, ast.Dict)
     for key, value in zip(node.keys, node.values, strict=True):
         assert isinstance(key, ast.Constant)
-        lines, number = [], key.lineno - 1
-        while comments.get(number, (False, ""))[0]:
+        lines = []
+        number = key.lineno - 1
+        while comments.get(number, (False, ""))[0]:  # the lines above
             lines.insert(0, comments[number][1])
             number -= 1
-        beside = (
-            [key.lineno] if isinstance(value, ast.Dict) else [key.lineno, value.end_lineno or 0]
-        )
-        lines += [comments[n][1] for n in dict.fromkeys(beside) if n in comments]
+        beside = [key.lineno]
+        if not isinstance(value, ast.Dict) and value.end_lineno != key.lineno:
+            beside.append(value.end_lineno or 0)
+        lines += [comments[number][1] for number in beside if number in comments]
         yield str(key.value), value, " ".join(lines).replace("|", "\\|").replace("<", "&lt;")
 
 
-def _read_comments(source: str) -> dict[int, tuple[bool, str]]:
+def read_comments(source: str) -> dict[int, tuple[bool, str]]:
     """Returns for each line with a comment: whether it has no code, and the comment's text."""
     return {
         token.start[0]: (token.line.strip().startswith("#"), token.string.lstrip("# "))

@@ -1,20 +1,18 @@
-#!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Writes the formats that ``--data`` takes into docs/train.md.
 
-usage: python docs/write_formats_table.py
+usage: python -m docs.write_formats_table
 """
 
 import sys
 from pathlib import Path
 
+from qbheat_det.data.datasets.formats import FORMATS
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from qbheat_det.data.datasets.formats import FORMATS  # noqa: E402
-
 PAGE = ROOT / "docs" / "train.md"
-_BEGIN, _END = "<!-- begin: docs/write_formats_table.py -->", "<!-- end -->"
+_BEGIN = "<!-- begin: docs/write_formats_table.py -->"
+_END = "<!-- end -->"
 
 
 def update(text: str) -> str:

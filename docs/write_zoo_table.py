@@ -1,22 +1,20 @@
-#!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Writes the entries of the package's model zoo into MODEL_ZOO.md.
 
-usage: python docs/write_zoo_table.py
+usage: python -m docs.write_zoo_table
 """
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from qbheat_det.config import get_config_path
+from qbheat_det.model_zoo import Metric, ZooEntry, index, list_entries, sources
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from qbheat_det.config import get_config_path  # noqa: E402
-from qbheat_det.model_zoo import Metric, ZooEntry, index, list_entries, sources  # noqa: E402
-
 ZOO_FILE = ROOT / "MODEL_ZOO.md"
-_BEGIN, _END = "<!-- begin: docs/write_zoo_table.py -->", "<!-- end -->"
+_BEGIN = "<!-- begin: docs/write_zoo_table.py -->"
+_END = "<!-- end -->"
 _HEADERS = ("name", "task", "metrics", "params", "multiply-adds", "file")
 _NOTES = """\
 Parameters are counted over the whole file. Multiply-adds include convolutions, linear layers and
@@ -38,12 +36,12 @@ def update(text: str) -> str:
 def render_entries(entries: Sequence[ZooEntry]) -> str:
     """Returns Markdown: a table of the entries, then a section for each entry."""
     entries = sorted(entries, key=lambda entry: (index.TASKS.index(entry.task), entry.name))
-    lines = [_HEADERS, ["---"] * len(_HEADERS), *map(_render_row, entries)]
+    lines = [_HEADERS, ["---"] * len(_HEADERS), *map(render_row, entries)]
     table = "\n".join(f"| {' | '.join(c.replace('|', '/') for c in line)} |" for line in lines)
-    return "\n\n".join([table, _NOTES, *map(_describe_entry, entries)])
+    return "\n\n".join([table, _NOTES, *map(describe_entry, entries)])
 
 
-def _describe_entry(entry: ZooEntry) -> str:
+def describe_entry(entry: ZooEntry) -> str:
     """Returns a section about an entry; raises a ``UserError`` if its recipe is missing."""
     get_config_path(entry.config)
     made = f"Made: {entry.date}, at commit `{entry.commit}`"
@@ -58,35 +56,39 @@ def _describe_entry(entry: ZooEntry) -> str:
         f"Weights: `{entry.file}`, {entry.size:,} bytes, licence {entry.licence}, SHA-256 "
         f"`{entry.sha256}`",
         made,
-        *map(_format_metric, entry.metrics),
+        *map(format_metric, entry.metrics),
     )
     items = "\n".join(f"- {line}" for line in lines)
     command = f"```sh\n{entry.command}\n```"
     return f"### {entry.name}\n\n{entry.summary}\n\n{items}\n\n{command}"
 
 
-def _format_metric(metric: Metric) -> str:
+def format_metric(metric: Metric) -> str:
     """Returns text such as "AP 21.3 % on Aquarium val (±0.4, over 3 seeds; at 512)"."""
-    notes = "; ".join(filter(None, [metric.spread, metric.note]))
     value = " ".join(filter(None, [metric.name, f"{metric.value:g}", metric.unit]))
-    return f"{value} on {metric.data}{f' ({notes})' if notes else ''}"
+    text = f"{value} on {metric.data}"
+    notes = "; ".join(filter(None, [metric.spread, metric.note]))
+    if notes:
+        text += f" ({notes})"
+    return text
 
 
-def _render_row(entry: ZooEntry) -> Sequence[str]:
+def render_row(entry: ZooEntry) -> Sequence[str]:
+    """Returns the cells of an entry, in the order of the headers."""
     # GitHub removes dots and slashes from the anchors of headings.
     anchor = "".join(letter for letter in entry.name.lower() if letter.isalnum() or letter in "-_")
-    stored = entry.stored
-    shipped = ", shipped" if (sources.SHIPPED / stored.file).is_file() else ""
-    size = f"{stored.size / 1e6:.1f} MB"
+    size = f"{entry.stored.size / 1e6:.1f} MB"
     if entry.encoder:
         size += f" + `{entry.encoder.name}`"
+    if (sources.SHIPPED / entry.stored.file).is_file():
+        size += ", shipped"
     return (
         f"[`{entry.name}`](#{anchor})",
         entry.task,
         "; ".join(map(str, entry.metrics)) or "—",
         f"{entry.num_params / 1e6:.1f} M",
         f"{entry.madds / 1e9:.2f} G at {entry.madds_input[0]}x{entry.madds_input[1]}",
-        f"{size}{shipped}",
+        size,
     )
 
 

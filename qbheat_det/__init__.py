@@ -38,7 +38,7 @@ with warnings.catch_warnings():
     from . import data, model_zoo, modeling
     from .config import add_qbheat_config, get_cfg
     from .deployment import deploy
-    from .modeling import backbone, classification, dense, detr, pretrain, retinanet  # noqa: F401
+    from .modeling import backbone, classification, detr, fcos, pretrain, retinanet  # noqa: F401
 
 # Detectron2's anchor generator causes this warning once per process.
 warnings.filterwarnings("ignore", message="torch.meshgrid: in an upcoming release")

@@ -8,9 +8,28 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "qbheat_det"
 
+# Areas that are several files of ``modeling``.
+FILES = {
+    "modeling.parts": {  # used by several kinds of models
+        "modeling.atss",
+        "modeling.cached_images",
+        "modeling.checks",
+        "modeling.image_model",
+        "modeling.losses",
+        "modeling.pooling",
+    },
+    "modeling.dense_detectors": {
+        "modeling.dense_pseudo_labels",
+        "modeling.fcos",
+        "modeling.loss_normalizer",
+        "modeling.retinanet",
+    },
+}
+
 BASE = {"core", "config", "layers", "modeling.contracts"}
-MIDDLE = BASE | {"data", "checkpoint", "solver", "evaluation"}
-_KINDS = ("backbone", "pretrain", "detr", "dense", "retinanet", "classification")
+PARTS = BASE | {"modeling.parts"}
+MIDDLE = BASE | {"data", "checkpoint", "solver", "evaluation", "tasks"}
+_KINDS = ("backbone", "pretrain", "detr", "dense_detectors", "classification")
 MODELING = {f"modeling.{name}" for name in _KINDS}
 CACHE = {"feature_cache"}
 INFERENCE = MIDDLE | MODELING | {"deployment", "fast", "inference", "model_zoo", "probing"}
@@ -25,12 +44,12 @@ ALLOWED = {
     "checkpoint": BASE,
     "solver": BASE,
     "evaluation": BASE | {"data"},
-    "modeling.image_model": BASE,
-    "modeling.atss": BASE,
-    **dict.fromkeys(MODELING, BASE | {"modeling.backbone", "modeling.image_model"}),
-    "modeling.detr": BASE | {"modeling.image_model", "modeling.atss"},
-    "modeling.retinanet": BASE | {"modeling.image_model", "modeling.atss", "modeling.dense"},
-    "feature_cache": MIDDLE | {"modeling.backbone", "modeling.image_model"},
+    "tasks": BASE | {"data", "evaluation"},
+    "modeling.parts": BASE,
+    **dict.fromkeys(MODELING, PARTS),
+    "modeling.distillation_teacher": PARTS | {"modeling.backbone"},
+    "modeling.pretrain": PARTS | {"modeling.distillation_teacher"},
+    "feature_cache": MIDDLE | {"modeling.parts", "modeling.distillation_teacher"},
     # Subclasses of layers and of models' blocks.
     "fast": BASE | MODELING,
     # Names no model class.
@@ -41,9 +60,9 @@ ALLOWED = {
     "inference": INFERENCE,
     "export": INFERENCE,
     "analysis": INFERENCE | CACHE | {"engine"},
-    "labelling": INFERENCE | CACHE | {"analysis", "engine", "export"},
-    "api": INFERENCE | CACHE | {"analysis", "engine", "export", "labelling"},
-    "app": INFERENCE | {"analysis", "api", "engine", "labelling"},
+    "api": INFERENCE | CACHE | {"analysis", "engine", "export"},
+    "labelling": {"core", "data", "analysis", "api", "engine"},
+    "app": {"core", "tasks", "analysis", "api", "labelling", "model_zoo"},
 }
 # These collect what is below them, for registration.
 COLLECTORS = {PACKAGE, f"{PACKAGE}.modeling"}
@@ -52,6 +71,9 @@ COLLECTORS = {PACKAGE, f"{PACKAGE}.modeling"}
 def area_of(module):
     """Returns the key of ``ALLOWED`` that a dotted module of the package belongs to."""
     parts = module.split(".")
+    for area, files in FILES.items():
+        if ".".join(parts[1:3]) in files:
+            return area
     return next((area for end in (3, 2) if (area := ".".join(parts[1:end])) in ALLOWED), None)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from qbheat_det.config import load_config
 from qbheat_det.data import build_mapper
-from qbheat_det.modeling.backbone import timm_backbone
+from qbheat_det.modeling import distillation_teacher
 from qbheat_det.solver import build_optimizer, resolve_schedule
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -21,7 +21,7 @@ COCO_TRAIN_IMAGES = 118287
 COCO_TRAIN_WITH_BOXES = 117266
 IMAGENET_TRAIN_IMAGES = 1281167
 VARIANTS = ("285M", "1.0G", "3.7G")
-_BUILD_TEACHER = timm_backbone._build_teacher
+_BUILD_TEACHER = distillation_teacher.build_teacher_backbone
 _teachers = {}
 
 
@@ -42,7 +42,7 @@ def _no_values(monkeypatch):
     """Leaves out the initial values of tensors on "meta", and builds each teacher once."""
     for name in (name for name in dir(nn.init) if name.endswith("_") and name[0] != "_"):
         monkeypatch.setattr(nn.init, name, lambda tensor, *_, **__: tensor)
-    monkeypatch.setattr(timm_backbone, "_build_teacher", _find_teacher)
+    monkeypatch.setattr(distillation_teacher, "build_teacher_backbone", _find_teacher)
 
 
 def _find_teacher(cfg):

@@ -73,7 +73,8 @@ _RETINANET = {
 }
 _ALL = "all parameters"
 _NO_BN = "parameters of the backbone without BatchNorm's scale and offset"
-_EXT, _CORE = "MAdds by EXT", "MAdds by CORE"
+_EXT = "MAdds by EXT"
+_CORE = "MAdds by CORE"
 
 
 @dataclass(frozen=True)
@@ -89,33 +90,33 @@ class Counts:
 @cache
 def backbone_counts(variant: str) -> Counts:
     """Counts the detection backbone at 800x1333, up to the last 1x1 convolution."""
-    return _count(_build_backbone(variant), torch.zeros(1, 3, *DETECTION_SIZE))
+    return count(build_backbone(variant), torch.zeros(1, 3, *DETECTION_SIZE))
 
 
 @cache
 def classifier_counts(variant: str, depth: int) -> Counts:
     """Counts encoder and 1000-class decoder at 224x224. ``depth`` 0 means a linear decoder."""
-    backbone = _build_backbone(variant)
+    backbone = build_backbone(variant)
     shape = backbone.output_shape()
     decoder: nn.Module = LinearDecoder(input_shape=shape, num_classes=1000)
     if depth:
         dim = DECODER_DIMS[variant]
         decoder = TransformerDecoder(input_shape=shape, num_classes=1000, dim=dim, depth=depth)
     model = nn.Sequential(OrderedDict(encoder=backbone, decoder=decoder))
-    return _count(model, torch.zeros(1, 3, *CLASSIFICATION_SIZE))
+    return count(model, torch.zeros(1, 3, *CLASSIFICATION_SIZE))
 
 
 @cache
 def mf_decoder_counts(variant: str, num_blocks: tuple[int, int, int]) -> Counts:
     """Counts MF-DETR's decoder with 100 queries and 91 classes for an 800x1333 image."""
-    shape = _build_backbone(variant).output_shape()
+    shape = build_backbone(variant).output_shape()
     shapes = [shape["s8"], shape["s16_expanded"]]
     decoder = MFDecoder(input_shape=shapes, num_classes=91, num_blocks=num_blocks)
     features = [
-        torch.zeros(1, spec.channels or 0, *_map_size(DETECTION_SIZE, spec.stride or 1))
+        torch.zeros(1, spec.channels or 0, *map_size(DETECTION_SIZE, spec.stride or 1))
         for spec in shapes
     ]
-    return _count(decoder, features)
+    return count(decoder, features)
 
 
 @cache
@@ -137,14 +138,15 @@ def retinanet_counts(variant: str) -> Counts:
         + convolution_madds([to_p7], p7)
         + convolution_madds([head], p3 + p4 + p5 + p6 + p7)
     )
-    own = count_parameters(pyramid) - count_parameters(pyramid.bottom_up)
-    params = own + count_parameters(head)
+    # The pyramid contains the backbone, which the paper does not count.
+    params = count_parameters(pyramid) - count_parameters(pyramid.bottom_up)
+    params += count_parameters(head)
     return Counts(params=params, params_no_bn=params, core=madds, ext=madds)
 
 
 def pyramid_positions(size: tuple[int, int]) -> list[int]:
     """Returns the numbers of positions of P3 … P7 for an image of ``size`` (H, W)."""
-    maps = [_map_size(size, 2**level) for level in range(3, 8)]
+    maps = [map_size(size, 2**level) for level in range(3, 8)]
     return [height * width for height, width in maps]
 
 
@@ -169,18 +171,21 @@ class PaperCell:
 
 def compare_with_paper() -> list[PaperCell]:
     """Builds all models of the paper and counts them, which takes a minute on one core."""
-    cells = [*_list_classifiers(), *_list_detectors()]
-    return [_compare(*cell) for cell in sorted(cells, key=lambda cell: cell[0])]
+    cells = [*list_classifiers(), *list_detectors()]
+    return [compare(*cell) for cell in sorted(cells, key=lambda cell: cell[0])]
 
 
-_Cell = tuple[int, str, str, str, int, str]
+Cell = tuple[int, str, str, str, int, str]
 """(table, name, printed number, unit, our count, rule)."""
 
 
-def _list_classifiers() -> Iterator[_Cell]:
+def list_classifiers() -> Iterator[Cell]:
+    """Yields the cells about classifiers: Tables 1, 6 and 15."""
     for variant, (printed, unit) in _LINEAR_MADDS.items():
         c = classifier_counts(variant, 0)
-        where = "Section 6, not in the table" if variant == "3.7G" else "lin"
+        where = "lin"
+        if variant == "3.7G":
+            where = "Section 6, not in the table"
         yield 1, f"MF-{variant} MAdds ({where})", printed, unit, c.ext, _EXT
         if variant in _LINEAR_PARAMS:
             printed = _LINEAR_PARAMS[variant]
@@ -193,7 +198,8 @@ def _list_classifiers() -> Iterator[_Cell]:
             yield table, f"{name} params", params, "M", c.params, _ALL
 
 
-def _list_detectors() -> Iterator[_Cell]:
+def list_detectors() -> Iterator[Cell]:
+    """Yields the cells about detectors: Tables 5, 7 and 14."""
     for variant, (madds, params) in _BACKBONE.items():
         c = backbone_counts(variant)
         yield 5, f"backbone MF-{variant} MAdds", madds, "G", c.ext, _EXT
@@ -204,15 +210,17 @@ def _list_detectors() -> Iterator[_Cell]:
             name = f"MF-Dec-{''.join(map(str, num_blocks))} on MF-{variant}"
             yield 5, f"{name} MAdds", madds, "G", c.ext, _EXT
             yield 5, f"{name} params", params, "M", c.params, _ALL
-    b, d = backbone_counts("3.7G"), mf_decoder_counts("3.7G", (5, 2, 2))
-    yield 7, "QB-MF-DETR MAdds", "112", "G", b.ext + d.ext, _EXT
-    yield 7, "QB-MF-DETR params", "44", "M", b.params_no_bn + d.params, _NO_BN
+    backbone = backbone_counts("3.7G")
+    decoder = mf_decoder_counts("3.7G", (5, 2, 2))
+    yield 7, "QB-MF-DETR MAdds", "112", "G", backbone.ext + decoder.ext, _EXT
+    yield 7, "QB-MF-DETR params", "44", "M", backbone.params_no_bn + decoder.params, _NO_BN
     for variant, (madds, params, p6_from) in _RETINANET.items():
         c = retinanet_counts(variant)
-        total, rule = backbone_counts(variant).ext + c.core, "no P6"
+        total = backbone_counts(variant).ext + c.core
+        rule = "no P6"
         if p6_from:
-            backbone = MobileFormer(arch=MOBILE_FORMER_ARCHS[variant], out_features=(p6_from,))
-            channels = backbone.output_shape()[p6_from].channels
+            model = MobileFormer(arch=MOBILE_FORMER_ARCHS[variant], out_features=(p6_from,))
+            channels = model.output_shape()[p6_from].channels
             total += 9 * channels * 256 * pyramid_positions(DETECTION_SIZE)[3]
             rule = f"P6 from {channels} channels"
         name = f"RetinaNet on MF-{variant}"
@@ -221,19 +229,23 @@ def _list_detectors() -> Iterator[_Cell]:
         yield 14, f"{name} params, backbone excluded", params, "M", c.params, rule
 
 
-def _compare(table: int, name: str, printed: str, unit: str, count: int, rule: str) -> PaperCell:
-    decimals, scale = len(printed.partition(".")[2]), {"G": 10**9, "M": 10**6}[unit]
-    match = f"{count / scale:.{decimals}f}" == printed
-    paper = float(printed) if decimals else int(printed)
-    return PaperCell(table, name, unit, paper, count / scale, match, rule)
+def compare(table: int, name: str, printed: str, unit: str, ours: int, rule: str) -> PaperCell:
+    """Compares a count with a printed number, to as many digits as are printed."""
+    num_decimals = len(printed.partition(".")[2])
+    scaled = ours / {"G": 10**9, "M": 10**6}[unit]
+    match = f"{scaled:.{num_decimals}f}" == printed
+    paper = float(printed) if num_decimals else int(printed)
+    return PaperCell(table, name, unit, paper, scaled, match, rule)
 
 
-def _build_backbone(variant: str) -> MobileFormer:
+def build_backbone(variant: str) -> MobileFormer:
+    """Builds the backbone with the maps and tokens that decoders read."""
     outputs = ("s8", "s16_expanded", "tokens")
     return MobileFormer(arch=MOBILE_FORMER_ARCHS[variant], out_features=outputs)
 
 
-def _count(model: nn.Module, inputs: object) -> Counts:
+def count(model: nn.Module, inputs: object) -> Counts:
+    """Counts a model for one input."""
     madds = count_madds(model, inputs)
     return Counts(
         params=count_parameters(model),
@@ -243,7 +255,8 @@ def _count(model: nn.Module, inputs: object) -> Counts:
     )
 
 
-def _map_size(size: Sequence[int], stride: int) -> tuple[int, int]:
+def map_size(size: Sequence[int], stride: int) -> tuple[int, int]:
+    """Returns the height and width of the map of an image of ``size`` (H, W)."""
     height, width = size
     return ceil(height / stride), ceil(width / stride)
 
@@ -297,19 +310,21 @@ def format_cells(cells: Sequence[PaperCell]) -> str:
     lines: list[str] = []
     for table, group in groupby(cells, key=lambda cell: cell.table):
         lines += ["", f"Table {table}", f"    {'':<{width}}  {'paper':>6}  {'ours':>9}"]
-        lines += [
-            f"  {'✓' if c.match else '✗'} {c.cell:<{width}}  {c.paper:>6}  {c.ours:>9.4f} {c.unit}"
-            f"  {c.rule}"
-            for c in group
-        ]
-    matched = [cell for cell in cells if cell.match]
+        for c in group:
+            mark = "✓" if c.match else "✗"
+            numbers = f"{c.paper:>6}  {c.ours:>9.4f} {c.unit}"
+            lines.append(f"  {mark} {c.cell:<{width}}  {numbers}  {c.rule}")
+    without_retinanet = [cell for cell in cells if cell.table != 14]
+    num_first = sum(cell.match for cell in without_retinanet)
+    num_matched = sum(cell.match for cell in cells)
+    summary = f"{num_matched} of {len(cells)} printed cells matched"
     others = [f"{cell.cell} (Table {cell.table})" for cell in cells if not cell.match]
-    first = [cell for cell in cells if cell.table != 14]
+    if others:
+        summary += f"; the others are: {'; '.join(others)}"
     lines += [
         "",
-        f"Without RetinaNet (Table 14): {sum(c.match for c in first)} of {len(first)}.",
-        f"{len(matched)} of {len(cells)} printed cells matched"
-        + (f"; the others are: {'; '.join(others)}." if others else "."),
+        f"Without RetinaNet (Table 14): {num_first} of {len(without_retinanet)}.",
+        f"{summary}.",
     ]
     return "\n".join(lines)
 
@@ -323,7 +338,9 @@ def report_config(file: str, opts: Sequence[str], size: Sequence[int], depth: in
     rows = []
     for name in madds.by_module:
         counts = [madds.total(rule, name) for rule in CountingRule]
-        level = name.count(".") + 1 if name else 0
+        level = 0
+        if name:
+            level = name.count(".") + 1
         if level <= depth and (params[name] or any(counts)):
             giga = [f"{count / 1e9:.3f} G" for count in counts]
             label = f"{'  ' * level}{name or 'whole model'}"

@@ -6,7 +6,7 @@ examples:
   # offer the models of the model zoo at http://127.0.0.1:7860
   qbheat app
 
-  # also offer your own run, as the first model
+  # also offer a run of yours, as the first model
   qbheat app --weights output/run
 
   # accept or skip each image that qbheat select selects from your folder
@@ -17,11 +17,8 @@ examples:
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import hide_foreign_warnings, make_parser
 
 

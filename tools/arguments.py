@@ -29,16 +29,30 @@ def hide_foreign_warnings() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
-_ELSEWHERE = {  # flags of other libraries
-    "conf": "--threshold", "source": "--images", "imgsz": "--image-size", "model": "--weights",
-    "project": "--output", "name": "--output", "epoch": "--epochs", "batch-size": "--batch",
-}  # fmt: skip
+FLAGS_OF_OTHERS = {
+    "conf": "--threshold",
+    "source": "--images",
+    "imgsz": "--image-size",
+    "model": "--weights",
+    "project": "--output",
+    "name": "--output",
+    "epoch": "--epochs",
+    "batch-size": "--batch",
+}
+"""Our flags by the flags of other libraries."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser without abbreviated flags. For a flag of another library, its error names ours."""
+    """A parser without abbreviated flags. For a flag of another library, its error names ours.
+
+    ``command`` is what usage lines begin with, such as "qbheat train". ``tools/qbheat`` sets it. If
+    a tool runs without ``qbheat``, it is None, and usage lines begin with the name of the file.
+    """
+
+    command: str | None = None
 
     def __init__(self, **options: Any) -> None:
+        options.setdefault("prog", self.command)
         layout = argparse.RawDescriptionHelpFormatter
         super().__init__(formatter_class=layout, allow_abbrev=False, **options)
 
@@ -46,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         """Prints the usage and the message, and exits with code 2."""
         for word in sys.argv[1:]:
             name = word.split("=")[0]
-            ours = _ELSEWHERE.get(name.lstrip("-"), name)
+            ours = FLAGS_OF_OTHERS.get(name.lstrip("-"), name)
             known = self._option_string_actions
             is_flag = word.startswith("--") or "=" in word  # and not a file of that name
             if is_flag and name not in known and ours in known:
@@ -68,10 +82,14 @@ def check_inputs(*paths: str | os.PathLike[str] | None, weights: str = "") -> No
 
     ``weights`` is checked only if it has the suffix of a file.
     """
-    is_file = weights.lower().endswith((".safetensors", ".pth", ".onnx"))
-    for path in map(str, filter(None, [*paths, weights if is_file else None])):
+    given = [str(path) for path in paths if path]
+    if weights.lower().endswith((".safetensors", ".pth", ".onnx")):
+        given.append(weights)
+    for path in given:
         if "://" not in path and not os.path.exists(path):
-            hint = " (config overrides must come last)" if path.isupper() else ""
+            hint = ""
+            if path.isupper():
+                hint = " (config overrides must come last)"
             print(f"error: there is no file or folder '{path}'{hint}", file=sys.stderr)
             sys.exit(2)
 
@@ -111,9 +129,14 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         metavar="PIXELS",
         help="largest shorter side of a detector's images, or side of square images otherwise",
     )
-    parser.add_argument("--tile", type=int, metavar="PX", help="side of overlapping tiles, on "
-                        "which a detector is also trained and evaluated (default: as in --weights; "
-                        "0: no tiles)")  # fmt: skip
+    parser.add_argument(
+        "--tile",
+        type=int,
+        metavar="PX",
+        help="side of overlapping tiles, on "
+        "which a detector is also trained and evaluated (default: as in --weights; "
+        "0: no tiles)",
+    )
     parser.add_argument("--freeze", action="store_true", help="freeze the whole backbone")
     parser.add_argument("--device", default="", help="MODEL.DEVICE: cpu or cuda")
     parser.add_argument(
@@ -127,7 +150,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         help="evaluate --weights (with --resume, the last checkpoint in --output), do not train; "
         "result files are written to --output if it is given",
     )
-    _add_process_flags(parser)
+    add_process_flags(parser)
     parser.add_argument(
         "opts",
         nargs="*",
@@ -137,13 +160,14 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_process_flags(parser: argparse.ArgumentParser) -> None:
+def add_process_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of Detectron2 for several GPUs and machines."""
     parser.add_argument("--num-gpus", type=int, default=1, help="number of GPUs *per machine*")
     parser.add_argument("--num-machines", type=int, default=1, help="total number of machines")
     parser.add_argument(
         "--machine-rank", type=int, default=0, help="the rank of this machine (unique per machine)"
     )
-    port = 2**15 + 2**14 + hash(os.getuid() if hasattr(os, "getuid") else 1) % 2**14
+    port = 2**15 + 2**14 + os.getuid() % 2**14
     parser.add_argument(
         "--dist-url",
         default=f"tcp://127.0.0.1:{port}",

@@ -30,8 +30,15 @@ from pathlib import Path
 from arguments import make_parser
 
 # Keys that flags or the tool itself set for every run.
-_RESERVED = {"SEED", "SOLVER.EPOCHS", "SOLVER.MAX_ITER", "OUTPUT_DIR", "MODEL.WEIGHTS",
-             "MODEL.META_ARCHITECTURE", "DATASETS.TRAIN"}  # fmt: skip
+_RESERVED = {
+    "SEED",
+    "SOLVER.EPOCHS",
+    "SOLVER.MAX_ITER",
+    "OUTPUT_DIR",
+    "MODEL.WEIGHTS",
+    "MODEL.META_ARCHITECTURE",
+    "DATASETS.TRAIN",
+}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -39,21 +46,37 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--data", required=True, metavar="DIR", help="class folders for pre-training and probes")
     add("--val", required=True, metavar="DIR", help="class folders that the probes classify")
-    add("--objectives", metavar="NAME|FILE", nargs="+", default=[],
-        help="names in configs/objectives, or config files (default: all)")  # fmt: skip
+    add(
+        "--objectives",
+        metavar="NAME|FILE",
+        nargs="+",
+        default=[],
+        help="names in configs/objectives, or config files (default: all)",
+    )
     add("--epochs", type=float, required=True, help="epochs of pre-training")
     add("--seeds", type=int, nargs="+", default=[1, 2], help="seeds of pre-training (default: 1 2)")
-    add("--probes", nargs="+", default=["knn", "linear", "tran-1"], metavar="PROBE",
-        help="knn, linear, tran-1, tran-4 (default: the first three)")  # fmt: skip
-    add("--recalibrate-bn", type=int, default=1024, metavar="N",
-        help="number of training images for BatchNorm statistics (default: 1024)")  # fmt: skip
+    add(
+        "--probes",
+        nargs="+",
+        default=["knn", "linear", "tran-1"],
+        metavar="PROBE",
+        help="knn, linear, tran-1, tran-4 (default: the first three)",
+    )
+    add(
+        "--recalibrate-bn",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="number of training images for BatchNorm statistics (default: 1024)",
+    )
     add("--output", type=Path, required=True, metavar="DIR", help="folder of all results")
     add("--plan", action="store_true", help="print the commands without running them")
     add("opts", nargs="*", default=[], metavar="KEY VALUE", help="overrides of all configs")
     args = parser.parse_intermixed_args(argv)
     if len(args.opts) % 2:
         parser.error("overrides are pairs of KEY VALUE, but one has no partner")
-    if reserved := [key for key in args.opts[::2] if key in _RESERVED]:
+    reserved = [key for key in args.opts[::2] if key in _RESERVED]
+    if reserved:
         parser.error(f"{reserved[0]} is set by a flag, or by the config of the objective")
     if not args.epochs > 0 or args.recalibrate_bn < 1:
         parser.error("--epochs must be above 0, --recalibrate-bn at least 1")
@@ -71,7 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Runs or lists the commands. Returns the exit code."""
-    from qbheat_det.analysis.comparison import Comparison, compare, list_rows, load_objectives
+    from comparison_jobs import compare, plan_row
+
+    from qbheat_det.analysis.comparison import Comparison, list_rows, load_objectives
     from qbheat_det.probing import check_probes
 
     check_probes(args.probes)
@@ -82,20 +107,21 @@ def run(args: argparse.Namespace) -> int:
         train_folder=args.data,
         val_folder=args.val,
         output_dir=args.output,
-        tools=Path(__file__).resolve().parent,
         probes=list(dict.fromkeys(args.probes)),
         num_recalibrated=args.recalibrate_bn,
         opts=args.opts,
     )
     if args.plan:
-        for job in (job for row in list_rows(comparison) for job in row.jobs):
-            print(f"{job.title}: {'done' if job.is_done() else shlex.join(job.command)}")
+        for row in list_rows(comparison):
+            for job in plan_row(comparison, row):
+                state = "done" if job.is_done() else shlex.join(job.command)
+                print(f"{job.title}: {state}")
         return 0
-    table, failed = compare(comparison)
-    print(table)
+    tables, failed = compare(comparison)
+    print(tables)
     for title, reason in failed.items():
         print(f"failed: {title}: {reason}", file=sys.stderr)
-    return 1 if failed else 0
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

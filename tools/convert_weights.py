@@ -50,8 +50,12 @@ def convert(args: argparse.Namespace) -> None:
 
     summary, keys = convert_weights(args.weights, args.output, args.to, overwrite=args.overwrite)
     print(summary)
-    values = {k: f'"{list(v)}"' if isinstance(v, list) else v for k, v in keys.items()}
-    print("a config for it:", " ".join(f"{key} {value}" for key, value in values.items()))
+    words = []
+    for key, value in keys.items():
+        if isinstance(value, list):
+            value = f'"{value}"'  # one word of a shell
+        words.append(f"{key} {value}")
+    print("a config for it:", " ".join(words))
 
 
 if __name__ == "__main__":

@@ -67,12 +67,13 @@ def run_demo(args: argparse.Namespace) -> None:
     """
     from detectron2.data import DatasetCatalog
 
+    from qbheat_det.api.training import train_afresh
     from qbheat_det.config import get_config_path, load_config
     from qbheat_det.core.files import replace_folders
     from qbheat_det.core.text import format_duration
-    from qbheat_det.engine import train_afresh
 
-    output, start = args.output, time.monotonic()
+    output = args.output
+    start = time.monotonic()
     shipped = load_config(get_config_path(CONFIG), args.opts).MODEL.WEIGHTS
     replace_folders(*(output / name for name in (*ENCODERS, UNTRAINED)))
     runs: dict[str, str] = {}
@@ -84,8 +85,10 @@ def run_demo(args: argparse.Namespace) -> None:
         begun = time.monotonic()
         flags = make_flags(output / name, [*args.opts, "MODEL.WEIGHTS", str(backbone)])
         trainer, results = train_afresh(flags)
-        seconds[name], metrics = time.monotonic() - begun, results.get("bbox", {})
-        runs[name], cfg = trainer.cfg.OUTPUT_DIR, trainer.cfg
+        seconds[name] = time.monotonic() - begun
+        cfg = trainer.cfg
+        runs[name] = cfg.OUTPUT_DIR
+        metrics = results.get("bbox", {})
         result[name] = {key: round(metrics.get(key, float("nan")), 2) for key in ("AP", "AP50")}
     print("3/3  drawing the report", flush=True)
     number = len(DatasetCatalog.get(cfg.DATASETS.TEST[0]))
@@ -102,22 +105,22 @@ def run_demo(args: argparse.Namespace) -> None:
     (output / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(f"\nCOCO metrics on {number} images that were not trained on, frozen encoders:")
     for name in ENCODERS:
-        own = result[name]
-        print(f"{name:<10}  AP {own['AP']:>5.1f}   AP50 {own['AP50']:>5.1f}")
+        metrics = result[name]
+        print(f"{name:<10}  AP {metrics['AP']:>5.1f}   AP50 {metrics['AP50']:>5.1f}")
     print(f"took  {format_duration(result['seconds'])}\nopen  {page.resolve()}")
 
 
 def write_encoder(name: str, output: Path, opts: Sequence[str]) -> Path:
     """Writes the encoder of the config, or a random one, with recalibrated BatchNorm."""
+    from qbheat_det.api.training import start_afresh
     from qbheat_det.config import get_config_path, load_config
     from qbheat_det.data.datasets import CELLS
-    from qbheat_det.engine import start_run
     from qbheat_det.export import export_backbone
 
     weights = load_config(get_config_path(CONFIG), opts).MODEL.WEIGHTS
     if name == "random":
         plain = [*opts, "MODEL.WEIGHTS", "", "MODEL.CACHE_FEATURES.ENABLED", "False"]
-        start_run(make_flags(output / UNTRAINED, plain)).export("model_random")
+        start_afresh(make_flags(output / UNTRAINED, plain)).export("model_random")
         weights = str(output / UNTRAINED / "model_random.safetensors")
     path = output / f"encoder_{name}.safetensors"
     export_backbone(

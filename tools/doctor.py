@@ -68,9 +68,11 @@ class Finding(NamedTuple):
 
 def pip_install(*distributions: str) -> str:
     """Returns a command that installs into this Python, with the versions in constraints.txt."""
+    command = [sys.executable, "-m", "pip", "install"]
     constraints = ROOT / "constraints.txt"
-    pinned = ["-c", str(constraints)] if constraints.is_file() else []
-    return shlex.join([sys.executable, "-m", "pip", "install", *pinned, *distributions])
+    if constraints.is_file():
+        command += ["-c", str(constraints)]
+    return shlex.join([*command, *distributions])
 
 
 def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
@@ -87,16 +89,17 @@ def check_torch(importer: Importer = importlib.import_module) -> Iterator[Findin
     try:
         torch = importer("torch")
     except Exception as error:
-        text = _reason(error)
+        text = describe_error(error)
         yield Finding("torch", text, pip_install("torch", "torchvision"), required=True)
         return
     yield Finding("torch", torch.__version__)
     try:
         yield Finding("torchvision", importer("torchvision").__version__)
     except ModuleNotFoundError as error:
-        yield Finding("torchvision", _reason(error), pip_install("torchvision"), required=True)
+        text = describe_error(error)
+        yield Finding("torchvision", text, pip_install("torchvision"), required=True)
     except Exception as error:  # the operators of torchvision did not load
-        text = f"does not import beside torch {torch.__version__} ({_reason(error)})"
+        text = f"does not import beside torch {torch.__version__} ({describe_error(error)})"
         if "+cpu" in torch.__version__:
             text += ": its build on the package index wants torch's CUDA build, also without a GPU"
         uninstall = [sys.executable, "-m", "pip", "uninstall", "-y", "torch", "torchvision"]
@@ -117,25 +120,23 @@ def check_detectron2(importer: Importer = importlib.import_module) -> Iterator[F
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("detectron2", "torch", "torchvision"):
             command = pip_install(str(error.name))
-        yield Finding("detectron2", _reason(error), command, required=True)
+        yield Finding("detectron2", describe_error(error), command, required=True)
         return
     except Exception as error:
         uninstall = shlex.join([sys.executable, "-m", "pip", "uninstall", "-y", "detectron2"])
-        text = f"does not import: {_reason(error)}"
+        text = f"does not import: {describe_error(error)}"
         yield Finding("detectron2", text, f"{uninstall} && {command}", required=True)
         return
-    version = _version("detectron2") or package.__version__
+    version = find_version("detectron2") or package.__version__
     kind = "main" if hasattr(backbone, "padding_constraints") else "release v0.6"
-    ours = ", pure Python from tools/install_detectron2.py" if version == "0.6+pure" else ""
-    yield Finding(
-        "detectron2", f"{version} ({kind}{ours}) in {Path(package.__file__ or '').parent}"
-    )
-    yield Finding("compiled ops", "yes" if _has_compiled_ops() else "no; qbheat_det needs none")
-
-
-def _has_compiled_ops() -> bool:
-    spec = importlib.util.find_spec("detectron2._C")
-    return spec is not None and not str(spec.origin).endswith(".py")
+    if version == "0.6+pure":
+        kind += ", pure Python from tools/install_detectron2.py"
+    yield Finding("detectron2", f"{version} ({kind}) in {Path(package.__file__ or '').parent}")
+    operators = importlib.util.find_spec("detectron2._C")
+    if operators is None or str(operators.origin).endswith(".py"):
+        yield Finding("compiled ops", "no; qbheat_det needs none")
+    else:
+        yield Finding("compiled ops", "yes")
 
 
 def check_libraries(importer: Importer = importlib.import_module) -> Iterator[Finding]:
@@ -144,27 +145,29 @@ def check_libraries(importer: Importer = importlib.import_module) -> Iterator[Fi
     versions: dict[str, str] = {}
     for module, distribution, _ in LIBRARIES:
         try:
-            found = importer(module)
+            library = importer(module)
         except Exception as error:
             errors[distribution] = error
             continue
+        versions[distribution] = str(getattr(library, "__version__", "there"))
         names = OPENCV if module == "cv2" else (distribution,)
-        known = [version for name in names if (version := _version(name))]
-        versions[distribution] = (known or [str(getattr(found, "__version__", "there"))])[0]
+        for name in reversed(names):
+            versions[distribution] = find_version(name) or versions[distribution]
     required = [name for _, name, purpose in LIBRARIES if name in errors and purpose is None]
     for _, name, purpose in LIBRARIES:
         if name in versions:
             yield Finding(name, versions[name])
         elif purpose is None:
-            yield Finding(name, _reason(errors[name]), pip_install(*required), required=True)
+            text = describe_error(errors[name])
+            yield Finding(name, text, pip_install(*required), required=True)
         else:
-            text = f"{_reason(errors[name])}; only for {purpose}"
+            text = f"{describe_error(errors[name])}; only for {purpose}"
             yield Finding(name, text, pip_install(name))
 
 
 def check_package() -> Finding:
     """Checks whether qbheat_det itself is installed."""
-    version = _version("qbheat_det")
+    version = find_version("qbheat_det")
     if version:
         return Finding("qbheat_det", version)
     command = shlex.join([sys.executable, "-m", "pip", "install", "-e", str(ROOT)])
@@ -173,27 +176,32 @@ def check_package() -> Finding:
 
 def check_datasets(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Checks the folder in which Detectron2 looks for data, and whether COCO is there."""
-    value = environ.get("DETECTRON2_DATASETS", "")
-    root = Path(value or "datasets").expanduser()
-    source = "$DETECTRON2_DATASETS" if value else "$DETECTRON2_DATASETS is not set"
+    root = Path(environ.get("DETECTRON2_DATASETS") or "datasets").expanduser()
+    source = "$DETECTRON2_DATASETS"
+    if not environ.get("DETECTRON2_DATASETS"):
+        source += " is not set"
     yield Finding("datasets", f"{root} ({source})")
     missing = [name for name in COCO_FILES if not (root / name).exists()]
     if not missing:
         yield Finding("COCO 2017", "there")
         return
-    what = "no coco folder" if len(missing) == len(COCO_FILES) else f"no {', '.join(missing)}"
-    text = f"{what}; only for COCO's own recipes (20 GB)"
+    text = f"no {', '.join(missing)}"
+    if len(missing) == len(COCO_FILES):
+        text = "no coco folder"
+    text += "; only for COCO's own recipes (20 GB)"
     yield Finding("COCO 2017", text, COCO_COMMAND.format(root=shlex.quote(str(root))))
 
 
-def _version(distribution: str) -> str:
+def find_version(distribution: str) -> str:
+    """Returns the installed version of a distribution, or "" if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return ""
 
 
-def _reason(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
+    """Returns the first line of an error's message."""
     if isinstance(error, ModuleNotFoundError):
         return f"no module named {error.name}"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -202,21 +210,24 @@ def _reason(error: Exception) -> str:
 def report(findings: Sequence[Finding]) -> int:
     """Prints the findings, then the commands that fix problems; returns the exit code."""
     for finding in findings:
-        mark = " " if not finding.command else "!" if finding.required else "-"
+        mark = " "
+        if finding.command:
+            mark = "!" if finding.required else "-"
         print(f"{mark} {finding.name:<23} {finding.text}")
-    for required in (True, False):
-        wanted = [one for one in findings if one.command and one.required == required]
-        if wanted:
-            print("\nTo fix, in this order:" if required else "\nOptional:")
-        # One command may fix several findings.
-        for command in dict.fromkeys(one.command for one in wanted):
-            print(f"  {command}")
-    missing = any(finding.command and finding.required for finding in findings)
-    if missing and (ROOT / "Makefile").is_file():
-        print("\nOr make a new environment in .venv with everything in it:\n  make install")
-    if not missing:
+    # One command may fix several findings.
+    problems = [finding for finding in findings if finding.command]
+    required = list(dict.fromkeys(each.command for each in problems if each.required))
+    optional = list(dict.fromkeys(each.command for each in problems if not each.required))
+    if required:
+        print("\nTo fix, in this order:", *required, sep="\n  ")
+    if optional:
+        print("\nOptional:", *optional, sep="\n  ")
+    if not required:
         print("\nEverything required is there.")
-    return int(missing)
+        return 0
+    if (ROOT / "Makefile").is_file():
+        print("\nOr make a new environment in .venv with everything in it:\n  make install")
+    return 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:

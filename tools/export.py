@@ -7,7 +7,7 @@ normalization, network, box decoding, NMS and class names. It is written only if
 with PyTorch at batch sizes 1, 2 and 8 on real images. See docs/export.md.
 
 examples:
-  # a detector for onnxruntime, compared on your own images
+  # a detector for onnxruntime, compared on images of yours
   qbheat export --weights output/run/model_final.safetensors --images photos/ \\
       --output detector.onnx
   qbheat predict --weights detector.onnx --images photos/ --output output/pictures
@@ -46,7 +46,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import WEIGHTS, check_inputs, hide_foreign_warnings, make_parser
 
 
@@ -155,33 +154,62 @@ def main(argv: list[str] | None = None) -> None:
 
     from qbheat_det.core.errors import exit_on_user_error
 
-    exit_on_user_error(export_backbone if args.backbone else export)(args)
+    if args.backbone:
+        exit_on_user_error(export_backbone)(args)
+    elif args.shared_encoder:
+        exit_on_user_error(export_heads)(args)
+    else:
+        exit_on_user_error(export)(args)
 
 
 def export(args: argparse.Namespace) -> None:
+    """Writes one ONNX file; prints the report and its size."""
     from qbheat_det.checkpoint import load_run_config
-    from qbheat_det.export import export_model, export_shared_encoder
+    from qbheat_det.export import export_model
 
-    shared = {"images": args.images, "tolerance": args.tolerance, "overwrite": args.overwrite}
-    named = args.heads if args.shared_encoder else {"": args.weights[0]}
+    cfg = load_run_config(args.weights[0], args.config_file, device="cpu", opts=args.opts)
+    report = export_model(
+        cfg,
+        args.output,
+        images=args.images,
+        tolerance=args.tolerance,
+        overwrite=args.overwrite,
+        image_size=tuple(args.image_size),
+        int8_images=args.int8_images,
+    )
+    print(report)
+    print_size(args.output)
+
+
+def export_heads(args: argparse.Namespace) -> None:
+    """Writes an ONNX file for the shared encoder and one for each head; prints their sizes."""
+    from qbheat_det.checkpoint import load_run_config
+    from qbheat_det.export import export_shared_encoder
+
     configs = {
         name: load_run_config(file, args.config_file, device="cpu", opts=args.opts)
-        for name, file in named.items()
+        for name, file in args.heads.items()
     }
-    if not args.shared_encoder:
-        own = {"image_size": tuple(args.image_size), "int8_images": args.int8_images}
-        print(export_model(configs[""], args.output, **shared, **own))
-        files = [args.output]
-    else:
-        for name, report in export_shared_encoder(configs, args.output, **shared).items():
-            print(f"{name}:\n{report}\n")
-        heads = [args.output / f"head_{name}.onnx" for name in configs]
-        files = [args.output / "encoder.onnx", *heads]
-    for path in files:
-        print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
+    reports = export_shared_encoder(
+        configs,
+        args.output,
+        images=args.images,
+        tolerance=args.tolerance,
+        overwrite=args.overwrite,
+    )
+    for name, report in reports.items():
+        print(f"{name}:\n{report}\n")
+    print_size(args.output / "encoder.onnx")
+    for name in configs:
+        print_size(args.output / f"head_{name}.onnx")
+
+
+def print_size(path: Path) -> None:
+    print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
 
 
 def export_backbone(args: argparse.Namespace) -> None:
+    """Writes a bare backbone as weights; prints the number of tensors."""
     import qbheat_det.export
 
     num_tensors, num_images = qbheat_det.export.export_backbone(
@@ -192,8 +220,10 @@ def export_backbone(args: argparse.Namespace) -> None:
         image_folders=args.images,
         opts=args.opts,
     )
-    recalibrated = f", recalibrated on {num_images} images" if num_images else ""
-    print(f"{args.output}: {num_tensors} tensors{recalibrated}")
+    text = f"{args.output}: {num_tensors} tensors"
+    if num_images:
+        text += f", recalibrated on {num_images} images"
+    print(text)
 
 
 if __name__ == "__main__":

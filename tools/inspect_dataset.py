@@ -31,13 +31,13 @@ Warnings do not count as errors, because training can handle such data.
 """
 
 import argparse
+import dataclasses
 import logging
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import WEIGHTS, add_data_flags, check_inputs, make_parser
 
 _POOR = 10.0  # AP50 in percent
@@ -48,16 +48,36 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--config-file", metavar="FILE", help="YAML config (default: as for qbheat train)")
     add_data_flags(parser)
-    add("--output", type=Path, default=Path("output/inspect_dataset"), metavar="DIR",
-        help="output folder (default: output/inspect_dataset)")  # fmt: skip
+    add(
+        "--output",
+        type=Path,
+        default=Path("output/inspect_dataset"),
+        metavar="DIR",
+        help="output folder (default: output/inspect_dataset)",
+    )
     add("--labels", action="store_true", help="find labels that are probably wrong")
-    add("--weights", default="", metavar="W", help="with --labels: a model whose encoder the "
-        f"detectors use: {WEIGHTS} (default: EfficientNet-Lite0 trained on ImageNet)")  # fmt: skip
-    add("--most", type=int, metavar="N", help="with --labels: list the N most probable errors "
-        "(default: those of at least 10 %%, but at least 20 and at most 200)")  # fmt: skip
+    add(
+        "--weights",
+        default="",
+        metavar="W",
+        help="with --labels: a model whose encoder the "
+        f"detectors use: {WEIGHTS} (default: EfficientNet-Lite0 trained on ImageNet)",
+    )
+    add(
+        "--most",
+        type=int,
+        metavar="N",
+        help="with --labels: list the N most probable errors "
+        "(default: those of at least 10 %%, but at least 20 and at most 200)",
+    )
     add("--apply", type=Path, metavar="FILE", help="apply these corrections and write a COCO file")
-    add("--num-samples", type=int, default=12, metavar="N",
-        help="number of images in samples.jpg (default: 12)")  # fmt: skip
+    add(
+        "--num-samples",
+        type=int,
+        default=12,
+        metavar="N",
+        help="number of images in samples.jpg (default: 12)",
+    )
     add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides (at the end)")
     args = parser.parse_args(argv)
     if args.num_samples < 0:
@@ -77,16 +97,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if args.apply:
         return exit_on_user_error(correct)(args)
-    return exit_on_user_error(find_suspects if args.labels else inspect)(args)
+    if args.labels:
+        return exit_on_user_error(find_suspects)(args)
+    return exit_on_user_error(inspect)(args)
 
 
 def find_suspects(args: argparse.Namespace) -> int:
     """Finds labels that are probably wrong, and writes the page of suspects."""
     from qbheat_det.labelling import SUSPECT_FILES, inspect_labels, shortlist, write_suspects
 
-    if old := [name for name in SUSPECT_FILES if (args.output / name).exists()]:
-        print(f"'{args.output}' has files of an earlier search; replaced are {', '.join(old)}")
-    images = args.images[0] if args.images else ""
+    replaced = [name for name in SUSPECT_FILES if (args.output / name).exists()]
+    if replaced:
+        print(f"'{args.output}' has files of an earlier search; replaced are {', '.join(replaced)}")
+    images = first_images(args)
     labels, suspects, quality = inspect_labels(
         args.data,
         args.output,
@@ -96,8 +119,10 @@ def find_suspects(args: argparse.Namespace) -> int:
         max_left_out=args.max_left_out,
     )
     words = ["qbheat", "inspect", "--apply", "corrections.json", "--data", args.data]
-    words += ["--images", images] if images else []
-    words += [] if args.max_left_out is None else ["--max-left-out", str(args.max_left_out)]
+    if images:
+        words += ["--images", images]
+    if args.max_left_out is not None:
+        words += ["--max-left-out", str(args.max_left_out)]
     command = shlex.join([*words, "--output", str(args.output / "corrected")])
     listed = shortlist(suspects, args.most)
     page = write_suspects(labels, listed, args.output, command, num_found=len(suspects))
@@ -111,13 +136,25 @@ def find_suspects(args: argparse.Namespace) -> int:
     return 0
 
 
+def first_images(args: argparse.Namespace) -> str:
+    """Returns the folder of ``--images``, or "" if there is none."""
+    if args.images:
+        return args.images[0]
+    return ""
+
+
 def correct(args: argparse.Namespace) -> int:
     """Writes the corrected COCO file."""
     from qbheat_det.labelling import apply_corrections
 
-    images = args.images[0] if args.images else ""
-    output = args.output / "annotations.json"
-    print(apply_corrections(args.apply, args.data, output, images, max_left_out=args.max_left_out))
+    summary = apply_corrections(
+        args.apply,
+        args.data,
+        args.output / "annotations.json",
+        first_images(args),
+        max_left_out=args.max_left_out,
+    )
+    print(summary)
     return 0
 
 
@@ -136,28 +173,34 @@ def inspect(args: argparse.Namespace) -> int:
     from qbheat_det.core.files import write_atomically
     from qbheat_det.data import LEFT_OUT_FILE
     from qbheat_det.engine import RunFlags
+    from qbheat_det.engine.run_data import check_flags, open_sources
 
     logging.disable(logging.WARNING)  # the summary includes what loaders and mappers log
-    flags = RunFlags.read(args)
-    flags.output = ""  # not the output folder of a training
-    cfg, recipe = load_recipe(flags)
-    sources = list_sources(cfg, flags)
-    inspections = [inspect_dataset(source, cfg) for source in sources]
+    flags = dataclasses.replace(RunFlags.from_args(args), output="")  # not that of a training
+    check_flags(flags)
+    sources = open_sources(flags)
+    cfg, recipe = load_recipe(flags, sources)
+    inspections = [inspect_dataset(source, cfg) for source in list_sources(cfg, sources)]
     account = account_for(inspections)
     errors, warnings = compare_datasets(inspections)
-    errors = [*account.faults, *(error for one in inspections for error in one.errors), *errors]
+    of_datasets = [error for inspection in inspections for error in inspection.errors]
+    errors = [*account.faults, *of_datasets, *errors]
     text = "".join(f"{error.message}\n" for error in errors)
-    files = {"errors.txt": text.encode(errors="backslashreplace")}
-    files[LEFT_OUT_FILE] = account.render().encode(errors="backslashreplace")
-    if (sheet := draw_samples(inspections[0], cfg, args.num_samples)) is not None:
+    files = {
+        "errors.txt": text.encode(errors="backslashreplace"),
+        LEFT_OUT_FILE: account.render().encode(errors="backslashreplace"),
+    }
+    sheet = draw_samples(inspections[0], cfg, args.num_samples)
+    if sheet is not None:
         files["samples.jpg"] = Image.from_rgb(sheet, alt="").content
     for name, content in files.items():
         write_atomically(args.output / name, lambda stream, content=content: stream.write(content))
     print(format_report(inspections, errors, warnings, account, cfg, recipe))
-    if args.data and len(inspections) == 1 and (share := cfg.DATASETS.VAL_FRACTION):
+    share = cfg.DATASETS.VAL_FRACTION
+    if args.data and len(inspections) == 1 and share:
         print(f"There is no validation set: training holds out {share:.0%}, unless you set --val.")
     print(f"\nfiles: {args.output.resolve()}: {', '.join(files)}")
-    return 1 if errors else 0
+    return int(bool(errors))
 
 
 if __name__ == "__main__":

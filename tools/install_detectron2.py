@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Installs Detectron2 without git or a compiler.
 
-If this Python already has Detectron2 (your own build, or the official main), nothing changes.
+If this Python already has Detectron2 (a build of yours, or the official main), nothing changes.
 Otherwise, downloads the Python part of the official release v0.6 from the package index, checks its
 SHA-256, adapts it to current Pillow, NumPy and setuptools, and installs it as a distribution named
 detectron2, so that `pip uninstall detectron2` works.
@@ -129,8 +129,8 @@ class _Backend:
 __legacy__ = _Backend()
 """
 
-# Prints version and path of detectron2. Exits with code 3 if it is not found; an import error gives
-# a traceback.
+# Prints version and path of detectron2. Exits with code 3 if there is none; an import error gives a
+# traceback.
 PROBE = """\
 import importlib.metadata, importlib.util, sys
 spec = importlib.util.find_spec("detectron2")
@@ -149,7 +149,7 @@ class InstallError(Exception):
     """An error whose message is one sentence: what went wrong and what to do."""
 
 
-class Found(NamedTuple):
+class Installed(NamedTuple):
     """A Detectron2 that is installed in this Python."""
 
     version: str
@@ -157,15 +157,17 @@ class Found(NamedTuple):
     error: str  # empty if it can be imported
 
 
-def find_installed(python: str = sys.executable) -> Found | None:
+def find_installed(python: str = sys.executable) -> Installed | None:
     """Looks for Detectron2 in an interpreter, which runs in an empty folder to avoid shadowing."""
     with tempfile.TemporaryDirectory() as empty:
         run = subprocess.run([python, "-c", PROBE], cwd=empty, capture_output=True, text=True)
     if run.returncode == 3:
         return None
     version, path, *_ = [*run.stdout.splitlines(), "?", "?"]
-    error = (run.stderr.strip().splitlines() or ["unknown error"])[-1] if run.returncode else ""
-    return Found(version, str(Path(path).parent), error)
+    error = ""
+    if run.returncode:
+        error = ["unknown error", *run.stderr.strip().splitlines()][-1]
+    return Installed(version, str(Path(path).parent), error)
 
 
 def download_sdist(folder: Path) -> Path:
@@ -192,15 +194,19 @@ def read_sdist(path: Path, sha256: str = SHA256) -> dict[str, bytes]:
     Raises:
         InstallError: the file does not have the expected hash.
     """
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != sha256:
-        raise InstallError(f"{path} has SHA-256 {found}, not {sha256}: delete it and fetch it anew")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if digest != sha256:
+        raise InstallError(
+            f"{path} has SHA-256 {digest}, not {sha256}: delete it and fetch it anew"
+        )
     files = {}
     with tarfile.open(path) as archive:
         for member in archive:
-            content = archive.extractfile(member) if member.isreg() else None
-            if content is not None:
-                files[member.name.removeprefix("./").partition("/")[2]] = content.read()
+            if not member.isreg():
+                continue
+            content = archive.extractfile(member)
+            assert content is not None  # of a regular file
+            files[member.name.removeprefix("./").partition("/")[2]] = content.read()
     return files
 
 
@@ -220,9 +226,9 @@ def adapt(
     }
     for path, old, new, times in adaptations:
         name = f"detectron2/{path}"
-        text, found = re.subn(old, new, package.get(name, b"").decode("utf-8"))
-        if found != times:
-            raise InstallError(f"'{old}' occurs {found} times in {name}, not {times}")
+        text, count = re.subn(old, new, package.get(name, b"").decode("utf-8"))
+        if count != times:
+            raise InstallError(f"'{old}' occurs {count} times in {name}, not {times}")
         package[name] = text.encode("utf-8")
     # The licence requires a notice in changed files.
     for path, old, new, _ in adaptations:
@@ -256,7 +262,7 @@ def build_wheel(package: dict[str, bytes], licence: bytes, folder: Path) -> Path
         f"{info}/METADATA": ("\n".join(metadata) + "\n").encode(),
         f"{info}/WHEEL": ("\n".join([*wheel, "Tag: py3-none-any"]) + "\n").encode(),
     }
-    record = "".join(f"{line}\n" for line in _record(members))
+    record = "".join(f"{line}\n" for line in list_record(members))
     members[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"detectron2-{VERSION}-py3-none-any.whl"
@@ -266,7 +272,8 @@ def build_wheel(package: dict[str, bytes], licence: bytes, folder: Path) -> Path
     return path
 
 
-def _record(members: dict[str, bytes]) -> Iterator[str]:
+def list_record(members: dict[str, bytes]) -> Iterator[str]:
+    """Yields the lines of a wheel's RECORD, with the hash and the size of each file."""
     for name, content in members.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=")
         yield f"{name},sha256={digest.decode()},{len(content)}"
@@ -285,31 +292,34 @@ def missing_opencv() -> list[str]:
     Detectron2 requires none, because several distributions of OpenCV would overwrite each other.
     """
     imports = subprocess.run([sys.executable, "-c", "import cv2"], capture_output=True, check=False)
-    return ["opencv-python-headless"] if imports.returncode else []
+    if imports.returncode:
+        return ["opencv-python-headless"]
+    return []
 
 
 def install() -> None:
     """Installs Detectron2 unless this Python has it; prints its version and folder."""
-    found = find_installed()
-    if found is not None and not found.error:
-        print(f"Detectron2 {found.version} is in {found.path}: left as it is")
+    installed = find_installed()
+    if installed is not None and not installed.error:
+        print(f"Detectron2 {installed.version} is in {installed.path}: left as it is")
         return
-    if found is not None and found.version != VERSION:
+    if installed is not None and installed.version != VERSION:
         raise InstallError(
-            f"Detectron2 {found.version} in {found.path} does not import ({found.error}): mend "
-            "it, or run `pip uninstall detectron2` and this again"
+            f"Detectron2 {installed.version} in {installed.path} does not import "
+            f"({installed.error}): mend it, or run `pip uninstall detectron2` and this again"
         )
     with tempfile.TemporaryDirectory() as folder:
         files = read_sdist(download_sdist(Path(folder)))
         wheel = str(build_wheel(adapt(files), files["LICENSE"], Path(folder)))
-        if found is not None:  # installed by this script, but damaged
+        if installed is not None:  # by this script, but damaged
             run_pip(["install", "--force-reinstall", "--no-deps", wheel])
         run_pip(["install", wheel, *missing_opencv()])
-    found = find_installed()
-    if found is None or found.error:
-        reason = found.error if found else "it is not found"
-        raise InstallError(f"Detectron2 was installed but does not import: {reason}")
-    print(f"Detectron2 {found.version} is in {found.path}")
+    installed = find_installed()
+    if installed is None:
+        raise InstallError("Detectron2 was installed but is not found")
+    if installed.error:
+        raise InstallError(f"Detectron2 was installed but does not import: {installed.error}")
+    print(f"Detectron2 {installed.version} is in {installed.path}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,7 +26,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import WEIGHTS, check_inputs, hide_foreign_warnings, make_parser
 
 if TYPE_CHECKING:  # ``main`` imports it after parsing the arguments
@@ -106,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     print_report(report, args)
     if report.skipped and not report.num_images:
         return 2
-    return 1 if report.skipped or report.undrawn else 0
+    return int(bool(report.skipped or report.undrawn))
 
 
 def print_report(report: "Predictions", args: argparse.Namespace) -> None:

@@ -32,7 +32,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import check_inputs, make_parser
 
 if TYPE_CHECKING:  # imported below after the arguments are parsed
@@ -128,19 +127,20 @@ def check(args: argparse.Namespace) -> None:
 
 def describe(row: dict[str, Any]) -> tuple[str, ...]:
     """Returns the cells of a row, in the order of the headers."""
-    chosen = {
-        key: f"{value:.2g}" if isinstance(value, float) else value
-        for key, value in row["chosen"].items()
-        if key in ("l2", "dropout", "epochs")
-    }
-    return (
-        row["backbone"],
-        "" if row["images_seen"] is None else f"{row['images_seen']:,}",
-        f"{row['recalibrated']:,} whole images" if row["recalibrated"] else "as stored",
-        row["probe"],
-        *(f"{row[key]:.2f} ± {row[f'{key}_standard_error']:.2f}" for key in ("top1", "top5")),
-        ", ".join(f"{key} {value}" for key, value in chosen.items()),
-    )
+    images_seen = ""
+    if row["images_seen"] is not None:
+        images_seen = f"{row['images_seen']:,}"
+    batch_norm = "as stored"
+    if row["recalibrated"]:
+        batch_norm = f"{row['recalibrated']:,} whole images"
+    chosen = []
+    for key, value in row["chosen"].items():
+        if key in ("l2", "dropout", "epochs"):
+            text = f"{value:.2g}" if isinstance(value, float) else value
+            chosen.append(f"{key} {text}")
+    top1 = f"{row['top1']:.2f} ± {row['top1_standard_error']:.2f}"
+    top5 = f"{row['top5']:.2f} ± {row['top5_standard_error']:.2f}"
+    return row["backbone"], images_seen, batch_norm, row["probe"], top1, top5, ", ".join(chosen)
 
 
 def print_line(cells: Sequence[str]) -> None:
@@ -191,8 +191,10 @@ def run(args: argparse.Namespace) -> None:
     print_line(["---"] * len(_HEADERS))
     for file in args.weights:
         probe.probe_weights(file)
-    for number in [*([max(cfg.SEED, 0)] if args.random else []), *args.random_seeds]:
-        probe.probe_random(number)
+    if args.random:
+        probe.probe_random(max(cfg.SEED, 0))
+    for seed in args.random_seeds:
+        probe.probe_random(seed)
     print_closing(probe.results)
 
 

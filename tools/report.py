@@ -33,7 +33,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import make_parser
 
 FIGURES = {
@@ -85,17 +84,36 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     figures = "\n".join(f"  {name:<16} {about}" for name, about in FIGURES.items())
     parser = make_parser(str(__doc__).replace("{figures}", figures))
     add = parser.add_argument
-    add("runs", nargs="+", metavar="RUN", help="folder of a run (OUTPUT_DIR) or checkpoint "
-        "(.safetensors, .pth, qbheat://NAME); LABEL=PATH sets the label")  # fmt: skip
-    add("--images", type=Path, metavar="DIR", help="folder of images, with subfolders (default: "
-        "the run's test set, else training set)")  # fmt: skip
+    add(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="folder of a run (OUTPUT_DIR) or checkpoint "
+        "(.safetensors, .pth, qbheat://NAME); LABEL=PATH sets the label",
+    )
+    add(
+        "--images",
+        type=Path,
+        metavar="DIR",
+        help="folder of images, with subfolders (default: the run's test set, else training set)",
+    )
     add("--num-images", type=int, default=6, metavar="N", help="images to draw (default: 6)")
     add("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
-    add("--output", type=Path, default=Path("output/report.html"), metavar="FILE",
+    add(
+        "--output",
+        type=Path,
+        default=Path("output/report.html"),
+        metavar="FILE",
         help="the page (default: output/report.html); its files are in the folder of the same name",
-        )  # fmt: skip
-    add("--only", nargs="+", choices=FIGURES, default=list(FIGURES), metavar="FIGURE",
-        help="draw only these figures (default: all)")  # fmt: skip
+    )
+    add(
+        "--only",
+        nargs="+",
+        choices=FIGURES,
+        default=list(FIGURES),
+        metavar="FIGURE",
+        help="draw only these figures (default: all)",
+    )
     for name, flags in FLAGS.items():
         group = parser.add_argument_group(f"flags of the figure '{name}'")
         for keyword, settings in flags.items():

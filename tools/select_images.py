@@ -21,10 +21,9 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import WEIGHTS, add_fault_flags, check_inputs, hide_foreign_warnings, make_parser
 
-_TO_SIMULATE = ("strategies", "seeds")
+_ONLY_TO_SIMULATE = ("strategies", "seeds")
 _NOT_TO_SIMULATE = ("budget", "weights", "strategy", "device", "seed")
 
 
@@ -35,25 +34,62 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--budget", type=int, metavar="N", help="number of images to select")
     add("--output", type=Path, required=True, metavar="DIR", help="folder for the results")
     add("--weights", help=f"trained detector for later rounds: {WEIGHTS}")
-    add("--data", metavar="SRC", help="labelled images, in any format of qbheat train; they and "
-        "their near-duplicates are not selected")  # fmt: skip
-    add("--val", default="", metavar="SRC", help="validation images, which are not selected "
-        "either; with --simulate: needed if --data has no validation part")  # fmt: skip
+    add(
+        "--data",
+        metavar="SRC",
+        help="labelled images, in any format of qbheat train; they and "
+        "their near-duplicates are not selected",
+    )
+    add(
+        "--val",
+        default="",
+        metavar="SRC",
+        help="validation images, which are not selected "
+        "either; with --simulate: needed if --data has no validation part",
+    )
     add_fault_flags(parser)
-    add("--encoder", default="distill/285M", metavar="NAME",
-        help="encoder that compares images (default: %(default)s)")  # fmt: skip
-    add("--strategy", choices=["random", "k_center", "balanced"],
-        help="default: balanced with --weights, else random")  # fmt: skip
+    add(
+        "--encoder",
+        default="distill/285M",
+        metavar="NAME",
+        help="encoder that compares images (default: %(default)s)",
+    )
+    add(
+        "--strategy",
+        choices=["random", "k_center", "balanced"],
+        help="default: balanced with --weights, else random",
+    )
     add("--device", choices=["cpu", "cuda"], help="default: cuda if a GPU is available")
-    add("--simulate", type=int, nargs="+", default=[], metavar="N", help="for each strategy, "
+    add(
+        "--simulate",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="for each strategy, "
         "train on N images of --data that it selects, and plot AP50 over N; put another flag "
-        "between N and KEY VALUE")  # fmt: skip
-    add("--strategies", nargs="+", metavar="NAME",
-        help="with --simulate: strategies to compare (default: random balanced)")  # fmt: skip
-    add("--seeds", type=int, nargs="+", metavar="SEED",
-        help="with --simulate: seeds of selection and training (default: 1 2 3)")  # fmt: skip
-    add("opts", nargs="*", default=[], metavar="KEY VALUE",
-        help="with --simulate: overrides of the training config")  # fmt: skip
+        "between N and KEY VALUE",
+    )
+    add(
+        "--strategies",
+        nargs="+",
+        metavar="NAME",
+        help="with --simulate: strategies to compare (default: random balanced)",
+    )
+    add(
+        "--seeds",
+        type=int,
+        nargs="+",
+        metavar="SEED",
+        help="with --simulate: seeds of selection and training (default: 1 2 3)",
+    )
+    add(
+        "opts",
+        nargs="*",
+        default=[],
+        metavar="KEY VALUE",
+        help="with --simulate: overrides of the training config",
+    )
     add("--seed", type=int, help="seed of random (default: 0)")
     return parser.parse_intermixed_args(argv)
 
@@ -68,31 +104,49 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    from qbheat_det.core.errors import UserError
-    from qbheat_det.labelling import check_selection_folder, select, simulate, write_selection
-
-    for name in _NOT_TO_SIMULATE if args.simulate else _TO_SIMULATE:
-        if vars(args)[name] is not None:
-            raise UserError(f"--{name} is {'not' if args.simulate else 'only'} for --simulate")
+    """Selects images or simulates the selection. Returns the exit code."""
     if args.simulate:
-        if not args.data:
-            raise UserError("--simulate needs --data, a data set with boxes")
-        if len(args.images) > 1:
-            raise UserError(f"--images of --simulate is one folder, not {len(args.images)}")
-        points = simulate(
-            args.data,
-            args.simulate,
-            args.output,
-            val=args.val,
-            images="".join(args.images),
-            strategies=args.strategies or ("random", "balanced"),
-            seeds=args.seeds or (1, 2, 3),
-            encoder=args.encoder,
-            opts=args.opts,
-            max_left_out=args.max_left_out,
-        )
-        print(f"{len(points)} detectors: '{args.output / 'points.json'}' and 'curve.svg'")
-        return 0
+        run_simulation(args)
+    else:
+        run_selection(args)
+    return 0
+
+
+def run_simulation(args: argparse.Namespace) -> None:
+    """Trains detectors, and prints where the results are."""
+    from qbheat_det.core.errors import UserError
+    from qbheat_det.labelling import simulate
+
+    for name in _NOT_TO_SIMULATE:
+        if vars(args)[name] is not None:
+            raise UserError(f"--{name} is not for --simulate")
+    if not args.data:
+        raise UserError("--simulate needs --data, a data set with boxes")
+    if len(args.images) > 1:
+        raise UserError(f"--images of --simulate is one folder, not {len(args.images)}")
+    points = simulate(
+        args.data,
+        args.simulate,
+        args.output,
+        val=args.val,
+        images="".join(args.images),
+        strategies=args.strategies or ("random", "balanced"),
+        seeds=args.seeds or (1, 2, 3),
+        encoder=args.encoder,
+        opts=args.opts,
+        max_left_out=args.max_left_out,
+    )
+    print(f"{len(points)} detectors: '{args.output / 'points.json'}' and 'curve.svg'")
+
+
+def run_selection(args: argparse.Namespace) -> None:
+    """Selects images, and prints how many and the paths of the results."""
+    from qbheat_det.core.errors import UserError
+    from qbheat_det.labelling import check_selection_folder, select, write_selection
+
+    for name in _ONLY_TO_SIMULATE:
+        if vars(args)[name] is not None:
+            raise UserError(f"--{name} is only for --simulate")
     if args.opts:
         raise UserError(f"'{args.opts[0]}' is a config override, which needs --simulate")
     if not args.images:
@@ -122,7 +176,6 @@ def run(args: argparse.Namespace) -> int:
         f"Selected {len(selection.files)} of {len(pool.free)} images "
         f"({len(pool.repeated)} near-duplicates left out): {', '.join(map(str, paths))}"
     )
-    return 0
 
 
 if __name__ == "__main__":

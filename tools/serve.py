@@ -15,11 +15,8 @@ finishes the requests in progress and stops.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import hide_foreign_warnings, make_parser
 
 
@@ -57,9 +54,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             ) from error
         limits = Limits(args.max_megabytes, args.max_megapixels, args.max_waiting)
         serve(
-            args.weights, host=args.host, port=args.port, device=args.device, fast=args.fast,
-            batch_size=args.batch, limits=limits,
-        )  # fmt: skip
+            args.weights,
+            host=args.host,
+            port=args.port,
+            device=args.device,
+            fast=args.fast,
+            batch_size=args.batch,
+            limits=limits,
+        )
 
     run()
 

@@ -30,14 +30,11 @@ Examples:
 """
 
 import argparse
+import dataclasses
 import functools
-import logging
-import sys
 import tempfile
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import (
     Parser,
     add_data_flags,
@@ -45,6 +42,9 @@ from arguments import (
     check_inputs,
     hide_foreign_warnings,
 )
+
+if TYPE_CHECKING:  # imported below after the arguments are parsed
+    from qbheat_det.engine import RunFlags
 
 hide_foreign_warnings()  # processes on other GPUs import this file
 
@@ -73,8 +73,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="start from --weights even if only part of the file fits the model",
     )
     args = parser.parse_intermixed_args(argv)
-    if wrong := next((word for word in args.opts[::2] if "=" in word), None):
-        parser.error(f"'{wrong}': flags are --NAME VALUE, such as --epochs 3; overrides KEY VALUE")
+    for word in args.opts[::2]:
+        if "=" in word:
+            parser.error(
+                f"'{word}': flags are --NAME VALUE, such as --epochs 3; overrides KEY VALUE"
+            )
     return args
 
 
@@ -83,80 +86,45 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
     With ``--eval-only``, files are kept only if the command names an output folder or ``--resume``.
     """
-    is_named = args.output or args.resume or "OUTPUT_DIR" in args.opts
-    if not args.eval_only or is_named:
-        return run(args)
-    with tempfile.TemporaryDirectory(prefix="qbheat_evaluate_") as args.output:
-        return run(args)
-
-
-def run(args: argparse.Namespace) -> dict[str, Any]:
     from qbheat_det.core.errors import UserError
-    from qbheat_det.engine import RunFlags, Trainer, build_config
-    from qbheat_det.engine.plan import find_first_stage, plan_run, start_from
-    from qbheat_det.engine.resume import decide_to_resume
+    from qbheat_det.engine import RunFlags
 
-    if args.dry_run and args.eval_only:
-        raise UserError("--dry-run rehearses training: leave out --eval-only")
-    build_trainer = functools.partial(Trainer, allow_partial=args.allow_partial)
-    if not args.dry_run:
-        args.resume = decide_to_resume(args)
-    flags, plan = RunFlags.read(args), ""
-    if args.eval_only:
-        return evaluate(build_config(flags), flags)
-    if args.minutes:
-        flags, plan = plan_run(flags, build_trainer)
-    cfg, stage = build_config(flags), find_first_stage(flags)
+    flags = RunFlags.from_args(args)
+    if not flags.eval_only:
+        return train(flags, is_dry=args.dry_run)
     if args.dry_run:
-        print_forecast([build_config(stage), cfg] if stage else [cfg], build_trainer, plan)
+        raise UserError("--dry-run rehearses training: leave out --eval-only")
+    if flags.output or flags.resume or "OUTPUT_DIR" in flags.opts:
+        return evaluate(flags)
+    with tempfile.TemporaryDirectory(prefix="qbheat_evaluate_") as folder:
+        return evaluate(dataclasses.replace(flags, output=folder))
+
+
+def train(flags: "RunFlags", *, is_dry: bool) -> dict[str, Any]:
+    """Trains the stages of a run. A dry run only prints their forecasts."""
+    from qbheat_det.api.training import train_run
+    from qbheat_det.engine import Trainer, assemble_run
+    from qbheat_det.engine.dry_run import print_forecasts
+    from qbheat_det.engine.minutes import fit_minutes
+
+    build_trainer = functools.partial(Trainer, allow_partial=flags.allow_partial)
+    stages = assemble_run(flags)
+    if flags.minutes:
+        stages = fit_minutes(stages, flags, build_trainer)
+    if is_dry:
+        print_forecasts(stages, build_trainer)
         return {}
-    if stage:
-        train_stage(build_config(stage), stage, f"{plan}\nFirst stage of two")
-        flags, plan = start_from(stage, flags), "Second stage of two"
-        cfg = build_config(flags)
-    return train_stage(cfg, flags, plan, allow_partial=args.allow_partial)
+    return train_run(stages)
 
 
-def print_forecast(stages: list[Any], build_trainer: Any, plan: str) -> None:
-    """Prints the plan of ``--minutes``, and the forecast of each stage's config."""
-    from detectron2.utils import comm
+def evaluate(flags: "RunFlags") -> dict[str, Any]:
+    """Evaluates weights, and prints the results on the main process."""
+    from qbheat_det.api.training import evaluate_stage
+    from qbheat_det.engine import assemble_evaluation
+    from qbheat_det.engine.logs import print_results
 
-    from qbheat_det.engine.dry_run import ADVICE, dry_run
-
-    reports = [str(dry_run(cfg, build_trainer)) for cfg in stages]
-    if comm.is_main_process():
-        print("\n\n".join(filter(None, [plan, *reports, ADVICE])))
-
-
-def train_stage(cfg: Any, flags: Any, message: str, **options: Any) -> dict[str, Any]:
-    """Trains one stage of a run. The log of the stage begins with ``message``."""
-    from qbheat_det.api.training import train
-    from qbheat_det.engine import setup
-    from qbheat_det.engine.logs import removes_empty_run
-
-    setup(cfg, flags)
-    if message.strip():
-        logging.getLogger("qbheat_det").info(message.strip())
-    with removes_empty_run(Path(cfg.OUTPUT_DIR)):
-        return train(cfg, resume=flags.resume, **options)
-
-
-def evaluate(cfg: Any, flags: Any) -> dict[str, Any]:
-    """Evaluates weights; deploys the model first if ``MODEL.DEPLOY.ENABLED``."""
-    import qbheat_det.engine
-    from qbheat_det.deployment import deploy_by_config
-    from qbheat_det.engine.logs import print_results, removes_empty_run
-
-    def deploy(model: Any) -> Any:
-        deployed = deploy_by_config(model, cfg.MODEL.DEPLOY)
-        logging.getLogger("qbheat_det").info(f"Deployed:\n{deployed.report}")
-        return deployed
-
-    prepare = deploy if cfg.MODEL.DEPLOY.ENABLED else None
-    qbheat_det.engine.setup(cfg, flags)
-    with removes_empty_run(Path(cfg.OUTPUT_DIR)):
-        results = qbheat_det.engine.evaluate(cfg, resume=flags.resume, prepare=prepare)
-    if results:  # on the main process
+    results = evaluate_stage(assemble_evaluation(flags))
+    if results:
         print_results(results)
     return results
 

@@ -35,17 +35,18 @@ from arguments import make_parser
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    own = commands.add_parser("list", help="list names with metrics, sizes and sources")
-    own.add_argument("pattern", nargs="?", default="*", help="pattern, as in 'retinanet/*'")
-    own.set_defaults(run=run_list)
-    own = commands.add_parser("fetch", help="download weights")
-    own.add_argument("names", nargs="+", metavar="NAME", help="name, or pattern of names")
-    own.add_argument(
+    listing = commands.add_parser("list", help="list names with metrics, sizes and sources")
+    listing.add_argument("pattern", nargs="?", default="*", help="pattern, as in 'retinanet/*'")
+    listing.set_defaults(run=run_list)
+    fetching = commands.add_parser("fetch", help="download weights")
+    fetching.add_argument("names", nargs="+", metavar="NAME", help="name, or pattern of names")
+    fetching.add_argument(
         "--output", type=Path, metavar="DIR", help="also copy the files to this folder"
     )
-    own.set_defaults(run=run_fetch)
-    given = sys.argv[1:] if argv is None else argv
-    return parser.parse_args(given or ["list"])
+    fetching.set_defaults(run=run_fetch)
+    if argv is None:
+        argv = sys.argv[1:]
+    return parser.parse_args(argv or ["list"])
 
 
 def run_list(args: argparse.Namespace) -> int:
@@ -59,17 +60,15 @@ def run_list(args: argparse.Namespace) -> int:
     if not entries:
         print(f"the model zoo has no name that matches '{args.pattern}'", file=sys.stderr)
         return 2
-    rows = [
-        (
-            entry.name,
-            entry.task,
-            "\n".join([*map(str, entry.metrics), *{f"on {m.data}": 0 for m in entry.metrics}])
-            or "none measured",
-            format_bytes(entry.stored.size) + (f"\n+ {e.name}" if (e := entry.encoder) else ""),
-            describe_source(entry).partition(",")[0],
-        )
-        for entry in entries
-    ]
+    rows = []
+    for entry in entries:
+        measured = [str(metric) for metric in entry.metrics]
+        measured += list(dict.fromkeys(f"on {metric.data}" for metric in entry.metrics))
+        size = format_bytes(entry.stored.size)
+        if entry.encoder:
+            size += f"\n+ {entry.encoder.name}"
+        source = describe_source(entry).partition(",")[0]
+        rows.append((entry.name, entry.task, "\n".join(measured) or "none measured", size, source))
     print(tabulate(rows, ("name", "task", "measured", "size", "from"), tablefmt="plain"))
     return 0
 
@@ -81,16 +80,20 @@ def run_fetch(args: argparse.Namespace) -> int:
     from qbheat_det.model_zoo.sources import fetch
 
     for name in args.names:
-        is_pattern = any(letter in name for letter in "*?[")
-        found = list_entries(name) if is_pattern else (find_entry(name),)
-        if not found:
+        if any(letter in name for letter in "*?["):
+            entries = list_entries(name)
+        else:
+            entries = [find_entry(name)]
+        if not entries:
             raise UserError(f"the model zoo has no name that matches '{name}'")
-        for entry in found:
+        for entry in entries:
             path = fetch(entry)
-            copy = args.output / entry.file if args.output else path
-            if copy != path:
-                write_atomically(copy, path.read_bytes())
-            print(copy)
+            if args.output:
+                copy = args.output / entry.file
+                if copy != path:
+                    write_atomically(copy, path.read_bytes())
+                path = copy
+            print(path)
     return 0
 
 

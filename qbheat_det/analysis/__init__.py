@@ -11,7 +11,7 @@ __all__ = ["load_figures"]
 def load_figures() -> dict[str, Callable[..., Figure]]:
     """Returns a dict from the name of each figure to the function that draws it.
 
-    A function takes a list of ``Run``, a ``FigureOptions``, and keyword arguments of its own.
+    Each function takes a list of ``Run`` and a ``FigureOptions``. Some have keyword arguments.
     """
     # Imported here, because matplotlib takes a second to import.
     from . import attention, curves, detections, pretraining, spectrum

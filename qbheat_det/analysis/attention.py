@@ -17,19 +17,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from detectron2.config import CfgNode
+from matplotlib.figure import Figure as Chart
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import MAPPERS_OF_IMAGES, build_mapper
+from qbheat_det.data import build_mapper
 from qbheat_det.inference.drawing import RGBImage
 from qbheat_det.layers import MobileFormerBlock, read_attention
 from qbheat_det.modeling.backbone import MobileFormer
 from qbheat_det.modeling.contracts import get_pixel_statistics
+from qbheat_det.tasks import DETECTION, find_task
 
 from . import plotting
-from .figures import Figure, Image, NotApplicable
+from .figures import Figure, NotApplicable
 from .run import Entries, FigureOptions, Run, read_spread, run_on_images
 
 Bridge = Literal["to_former", "to_mobile"]
@@ -37,10 +39,11 @@ Heads = Literal["mean", "apart"]
 
 PAPER_BLOCKS = (3, 6, 10, 12)
 """Numbers of the blocks in the paper's figures. The paper's networks have twelve blocks."""
-_PAPER_SIZE = 256  # image side in pre-training, Table 9
-_ABOVE = 0.05  # share of the attention that lies above the end of the color scale
-_CELL = 104  # side of an image in the figure, in pixels
-_BRIDGES: dict[Bridge, str] = {"to_former": "Mobile→Former", "to_mobile": "Mobile←Former"}
+_PAPER_IMAGE_SIZE = 256  # in pre-training, Table 9
+_SATURATED_SHARE = 0.05  # of a map's sum, from values above the end of the color scale
+_CELL_SIDE = 104  # of an image in the figure, in pixels
+_STEM_STRIDE = 2
+_BRIDGE_TITLES: dict[Bridge, str] = {"to_former": "Mobile→Former", "to_mobile": "Mobile←Former"}
 _EXPLANATION = (
     "Mobile→Former shows where each token attends (Fig. 13 of the paper), in multiples of uniform "
     "attention. Mobile←Former shows which tokens each pixel attends to (Fig. 14). Identical tokens "
@@ -66,7 +69,10 @@ class BlockAttention:
 
 def find_mobile_former(model: nn.Module) -> MobileFormer | None:
     """Returns the Mobile-Former of a model, or None."""
-    return next((part for part in model.modules() if isinstance(part, MobileFormer)), None)
+    for module in model.modules():
+        if isinstance(module, MobileFormer):
+            return module
+    return None
 
 
 def list_blocks(backbone: MobileFormer) -> dict[int, tuple[str, int, int]]:
@@ -74,14 +80,17 @@ def list_blocks(backbone: MobileFormer) -> dict[int, tuple[str, int, int]]:
 
     All blocks are counted, from 1.
     """
-    found = {}
-    stride, number = 2, 0  # the stem's stride
+    blocks = {}
+    number = 0
+    input_stride = _STEM_STRIDE
     for i, stage in enumerate(backbone.stages):
         for j, block in enumerate(cast(nn.ModuleList, stage)):
-            before, stride, number = stride, stride * cast(int, block.stride), number + 1
+            number += 1
+            output_stride = input_stride * cast(int, block.stride)
             if isinstance(block, MobileFormerBlock):
-                found[number] = (f"stages.{i}.{j}", before, stride)
-    return found
+                blocks[number] = (f"stages.{i}.{j}", input_stride, output_stride)
+            input_stride = output_stride
+    return blocks
 
 
 def choose_blocks(backbone: MobileFormer) -> list[int]:
@@ -91,20 +100,22 @@ def choose_blocks(backbone: MobileFormer) -> list[int]:
     are the last blocks at each stride.
     """
     blocks = list_blocks(backbone)
-    if sum(len(cast(nn.ModuleList, stage)) for stage in backbone.stages) == max(PAPER_BLOCKS):
+    num_blocks = sum(len(cast(nn.ModuleList, stage)) for stage in backbone.stages)
+    if num_blocks == max(PAPER_BLOCKS):
         return [number for number in PAPER_BLOCKS if number in blocks]
-    return list({stride: number for number, (_, _, stride) in blocks.items()}.values())
+    last_blocks = {}  # by stride
+    for number, (_, _, output_stride) in blocks.items():
+        last_blocks[output_stride] = number
+    return list(last_blocks.values())
 
 
 @torch.no_grad()
 def read_bridges(backbone: MobileFormer, images: Tensor) -> list[BlockAttention]:
     """Runs a network on images (N, 3, H, W). Returns the attention of its blocks, on the CPU."""
     blocks = list_blocks(backbone)
-    bridges = [
-        f"{name}.{bridge}"
-        for name, _, _ in blocks.values()
-        for bridge in ("mobile_to_former", "former_to_mobile")
-    ]
+    bridges = []
+    for name, _, _ in blocks.values():
+        bridges += [f"{name}.mobile_to_former", f"{name}.former_to_mobile"]
     with read_attention(backbone, bridges) as record:
         backbone(images)
     return [
@@ -112,25 +123,30 @@ def read_bridges(backbone: MobileFormer, images: Tensor) -> list[BlockAttention]
             number=number,
             to_former=record[f"{name}.mobile_to_former"][-1].cpu(),
             to_mobile=record[f"{name}.former_to_mobile"][-1].cpu(),
-            to_former_stride=before,
-            to_mobile_stride=after,
+            to_former_stride=input_stride,
+            to_mobile_stride=output_stride,
         )
-        for number, (name, before, after) in blocks.items()
+        for number, (name, input_stride, output_stride) in blocks.items()
     ]
 
 
-def find_top(maps: Sequence[npt.NDArray[np.float32]]) -> float:
-    """Returns the top of the color scale. At most 5 % of each map's sum is from higher values."""
-    tops = []
+def find_scale_end(maps: Sequence[npt.NDArray[np.float32]]) -> float:
+    """Returns the end of the color scale. At most 5 % of each map's sum is from higher values."""
+    ends = []
     for values in maps:
-        falling = np.sort(values, axis=None)[::-1]
-        mass = np.cumsum(falling, dtype=np.float64)
-        tops.append(float(falling[np.searchsorted(mass, _ABOVE * mass[-1])]))
-    return max(tops)
+        descending = np.sort(values, axis=None)[::-1]
+        sums = np.cumsum(descending, dtype=np.float64)
+        index = np.searchsorted(sums, _SATURATED_SHARE * sums[-1])
+        ends.append(float(descending[index]))
+    return max(ends)
 
 
-_Attention = list[tuple[RGBImage, list[BlockAttention]]]
-"""For each image of one run: its pixels, and the attention of the blocks to draw."""
+@dataclass(frozen=True)
+class _ImageAttention:
+    """One image of a run: its pixels, and the attention of the blocks to draw."""
+
+    pixels: RGBImage
+    blocks: list[BlockAttention]
 
 
 def draw_attention(
@@ -141,79 +157,96 @@ def draw_attention(
     ``attention_heads`` "mean" averages over heads, and "apart" draws one row per head. Raises
     ``NotApplicable`` if no run has a Mobile-Former with tokens.
     """
-    size = find_size(runs, _PAPER_SIZE)
-    nothing = "no attention of tokens"
-    results = run_on_images(
-        runs, lambda run, files: _attend(run, files, size), options, nothing=nothing
-    )
-    found = results.found
-    blocks = {label: [block.number for block in one[0][1]] for label, one in found.items()}
-    images = {
-        f"{bridge}_{index + 1}": _draw_image(found, bridge, index, attention_heads)
-        for bridge in _BRIDGES
-        for index in range(len(results.files))
-    }
+    size = find_size(runs, _PAPER_IMAGE_SIZE)
+
+    def compute(run: Run, files: Sequence[str]) -> list[_ImageAttention]:
+        return _compute_attention(run, files, size)
+
+    results = run_on_images(runs, compute, options, nothing="no attention of tokens")
+    charts = {}
+    for bridge in _BRIDGE_TITLES:
+        for index in range(len(results.files)):
+            attentions = {label: images[index] for label, images in results.by_label.items()}
+            chart = _plot_image(attentions, bridge, attention_heads)
+            caption = f"{_BRIDGE_TITLES[bridge]}, image {index + 1}."
+            charts[f"{bridge}_{index + 1}"] = plotting.chart_image(
+                chart, caption=caption, format="jpg"
+            )
+    blocks = {}
+    for label, images in results.by_label.items():
+        blocks[label] = [block.number for block in images[0].blocks]
     title = "Attention between tokens and pixels"
-    return results.draw("attention", title, _EXPLANATION, images, size=size, blocks=blocks)
+    return results.draw("attention", title, _EXPLANATION, charts, size=size, blocks=blocks)
 
 
-def _attend(run: Run, files: Sequence[str], size: int) -> _Attention:
+def _compute_attention(run: Run, files: Sequence[str], size: int) -> list[_ImageAttention]:
     backbone = find_mobile_former(run.model)
-    numbers = choose_blocks(backbone) if backbone is not None else []
-    if backbone is None or not numbers:
+    if backbone is None or not choose_blocks(backbone):
         name = run.cfg.MODEL.BACKBONE.NAME
         raise NotApplicable(f"'{run.label}' has no Mobile-Former with tokens, but '{name}'")
+    numbers = choose_blocks(backbone)
     entries = crop_squares(run.cfg, files, size)
-    drawn = []
+    results = []
     for entry in tqdm(entries, unit="image", desc=f"attention, {run.label}", delay=2, leave=False):
         # One image at a time, because the attention of all blocks of large images needs much memory
         (image,) = batch_images(run.model, [entry], "")
-        found = [one for one in read_bridges(backbone, image) if one.number in numbers]
+        blocks = [block for block in read_bridges(backbone, image) if block.number in numbers]
         pixels = plotting.to_rgb(entry["image"], run.cfg.INPUT.FORMAT).astype(np.uint8)
-        drawn.append((pixels, found))
-    return drawn
+        results.append(_ImageAttention(pixels, blocks))
+    return results
 
 
-def _draw_image(found: Mapping[str, _Attention], bridge: Bridge, index: int, heads: Heads) -> Image:
-    """Draws the attention on one image, with the rows of all runs below each other."""
-    grid, names = [], []
-    for label, one in found.items():
-        pixels, blocks = one[index]
-        image = plotting.shrink(pixels, _CELL)
-        factor = image.shape[1] / pixels.shape[1]
-        for block in blocks:
+def _plot_image(attentions: Mapping[str, _ImageAttention], bridge: Bridge, heads: Heads) -> Chart:
+    """Draws the attention on one image, with the rows of all runs below each other.
+
+    ``attentions`` maps the label of each run to its attention on this image.
+    """
+    rows = []
+    row_names = []
+    for label, attention in attentions.items():
+        image = plotting.resize_longest_side(attention.pixels, _CELL_SIDE)
+        scale = image.shape[1] / attention.pixels.shape[1]
+        for block in attention.blocks:
             for name, maps, stride in _list_maps(block, bridge, heads):
-                # Uniform attention has the middle color.
-                top = min(1.0, 2 / len(maps))
                 if bridge == "to_former":
-                    top = max(2.0, find_top(maps))
+                    scale_end = max(2.0, find_scale_end(maps))
+                else:
+                    # Uniform attention over the tokens has the middle color.
+                    scale_end = min(1.0, 2 / len(maps))
                 overlays = [
-                    plotting.overlay_map(image, m, stride=stride * factor, high=top) for m in maps
+                    plotting.overlay_map(image, values, stride=stride * scale, high=scale_end)
+                    for values in maps
                 ]
-                grid.append([image, *overlays])
-                prefix = f"{plotting.to_text(label)}\n" if len(found) > 1 else ""
-                names.append(f"{prefix}{name}\n0 to {top:.2g}")
-    columns = ["image", *(f"token {i + 1}" for i in range(max(map(len, grid)) - 1))]
-    chart = plotting.plot_grid(grid, column_names=columns, row_names=names)
-    return plotting.chart_image(
-        chart, caption=f"{_BRIDGES[bridge]}, image {index + 1}.", format="jpg"
-    )
+                rows.append([image, *overlays])
+                row_name = f"{name}\n0 to {scale_end:.2g}"
+                if len(attentions) > 1:
+                    row_name = f"{plotting.to_text(label)}\n{row_name}"
+                row_names.append(row_name)
+    num_tokens = max(len(row) for row in rows) - 1
+    column_names = ["image", *(f"token {i + 1}" for i in range(num_tokens))]
+    return plotting.plot_grid(rows, column_names=column_names, row_names=row_names)
 
 
 def _list_maps(
     block: BlockAttention, bridge: Bridge, heads: Heads
 ) -> list[tuple[str, list[npt.NDArray[np.float32]], int]]:
     """Returns (row name, one map (H, W) per token, stride) for the mean or for each head."""
-    weights, stride = block.to_mobile[0].float(), block.to_mobile_stride
     if bridge == "to_former":
-        weights, stride = block.to_former[0].float(), block.to_former_stride
+        stride = block.to_former_stride
+        weights = block.to_former[0].float()
         weights = weights * weights[0, 0].numel()  # multiples of uniform attention
-    if heads == "mean":
-        weights, rows = weights.mean(dim=0, keepdim=True), [f"stride {stride}"]
     else:
-        rows = [f"head {i + 1}" for i in range(len(weights))]
-    return [(f"block {block.number}, {row}", list(maps.numpy()), stride)
-            for row, maps in zip(rows, weights, strict=True)]  # fmt: skip
+        stride = block.to_mobile_stride
+        weights = block.to_mobile[0].float()
+    if heads == "mean":
+        weights = weights.mean(dim=0, keepdim=True)
+        names = [f"stride {stride}"]
+    else:
+        names = [f"head {i + 1}" for i in range(len(weights))]
+    return [
+        (f"block {block.number}, {name}", list(maps.numpy()), stride)
+        for name, maps in zip(names, weights, strict=True)
+    ]
 
 
 def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) -> Entries:
@@ -223,19 +256,21 @@ def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) ->
     mapper of pre-training is used instead. S is ``size``, by default ``INPUT.PRETRAIN.SIZE``.
     """
     cfg = with_values(cfg)
-    if cfg.INPUT.DATASET_MAPPER_NAME not in MAPPERS_OF_IMAGES:
+    if find_task(cfg) is DETECTION:
         cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
     if size is not None:
         cfg.INPUT.PRETRAIN.SIZE = size
     records = [{"file_name": name} for name in files]
-    return read_spread(records, build_mapper(cfg, is_train=False), len(records))[0]
+    entries, _ = read_spread(records, build_mapper(cfg, is_train=False), len(records))
+    return entries
 
 
 def find_size(runs: Sequence[Run], default: int) -> int:
     """Returns the image side in pixels of the first run that is no detector, or ``default``."""
     for run in runs:
-        with contextlib.suppress(NotApplicable, UserError):  # reported when the run is used
-            if run.kind != "detector":
+        # The figure reports these errors when it uses the run.
+        with contextlib.suppress(NotApplicable, UserError):
+            if run.task is not DETECTION:
                 return int(run.cfg.INPUT.PRETRAIN.SIZE)
     return default
 
@@ -243,7 +278,8 @@ def find_size(runs: Sequence[Run], default: int) -> int:
 def batch_images(model: nn.Module, entries: Entries, label: str) -> Iterator[Tensor]:
     """Yields normalized batches (n, 3, S, S) on the model's device, and shows progress."""
     statistics = get_pixel_statistics(model)
-    mean, std = (statistics[name].view(-1, 1, 1) for name in ("pixel_mean", "pixel_std"))
+    mean = statistics["pixel_mean"].view(-1, 1, 1)
+    std = statistics["pixel_std"].view(-1, 1, 1)
     starts = range(0, len(entries), _BATCH_SIZE)
     for start in tqdm(starts, unit="batch", desc=label, delay=2, leave=False):
         images = torch.stack([entry["image"] for entry in entries[start : start + _BATCH_SIZE]])

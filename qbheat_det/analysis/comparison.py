@@ -1,41 +1,41 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Compares pre-training objectives by probes of the frozen encoder.
 
-A comparison consists of commands: for each seed and objective, one pre-trains and one probes. Each
-command can resume, so a repeated comparison continues where it stopped.
+A comparison has a row for each seed and objective: a pre-training, and probes of its encoder.
+``tools/comparison_jobs.py`` runs them. This file has their settings and the folders of their
+results, and makes tables of the results.
 """
 
 import json
 import math
-import shlex
 import statistics
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
 from detectron2.config import CfgNode
 from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.checkpoint import info_of
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.config.loading import list_leaves
-from qbheat_det.core.environment import find_commit, list_versions
+from qbheat_det.core.environment import find_commit
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
-from qbheat_det.data import MAPPERS_OF_IMAGES, fingerprint_records, load_class_folders
+from qbheat_det.data import fingerprint_records, load_class_folders
 from qbheat_det.probing.features import count_images_seen
+from qbheat_det.tasks import DETECTION, find_task
 
 from .figures import to_json
 from .run import read_metrics
 
 RANDOM = "random"
+"""Name of the untrained encoder, which has no pre-training."""
 WEIGHTS = "model_final.safetensors"
-_LOG_LINES = 12  # number of log lines that are shown for a failed job
+PRETRAINING = "pretraining"
+PROBES = "probes"
 _COSTS = ("images seen", "minutes")
 
 Summary = Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -56,7 +56,7 @@ class Comparison:
     """Settings of a comparison on class folders.
 
     Pre-training runs for ``epochs`` on ``train_folder``, and the probes are trained on the same
-    images. ``tools`` is the folder of the scripts. ``opts`` overrides the config of each objective.
+    images. ``opts`` overrides the config of each objective.
     """
 
     objectives: Sequence[Objective]
@@ -65,7 +65,6 @@ class Comparison:
     train_folder: str
     val_folder: str
     output_dir: Path
-    tools: Path
     probes: Sequence[str] = ()
     num_recalibrated: int = 1024
     opts: Sequence[str] = ()
@@ -82,50 +81,41 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Job:
-    """A command that can resume. ``settings`` are the values that determine its result.
-
-    When the command has succeeded, ``folder/<stage>.json`` is written.
-    """
-
-    title: str
-    stage: str
-    folder: Path
-    command: list[str]
-    settings: Mapping[str, Any]
-
-    @property
-    def record_file(self) -> Path:
-        return self.folder / f"{self.stage}.json"
-
-    def is_done(self) -> bool:
-        """Whether the command has succeeded. Raises a ``UserError`` if it had other settings."""
-        if not self.record_file.is_file():
-            return False
-        try:
-            record = json.loads(self.record_file.read_text(encoding="utf-8"))
-            command, old = list(record["command"]), dict(record["settings"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"'{self.record_file}' is not a result of a comparison") from error
-        # Keys that are missing in the record were added in a newer version. They are ignored.
-        changed = [f"{key} {old[key]} -> {value}" for key, value in to_json(self.settings).items()
-                   if old.get(key, value) != value]  # fmt: skip
-        if changed:
-            raise UserError(
-                f"'{self.record_file}' has other settings: {'; '.join(changed)}. Undo the change, "
-                f"use another --output, or remove the file and '{self.stage}' beside it"
-            )
-        return command == self.command
-
-
-@dataclass(frozen=True)
 class Row:
-    """The jobs of one objective and seed, in order of execution."""
+    """One objective with one seed, and the folder of its results.
+
+    A row has the stages ``PRETRAINING`` (a run in ``folder/pretraining``) and ``PROBES``
+    (``folder/probes/rows.json``). A stage is finished if ``record_file`` exists.
+    """
 
     objective: Objective
     seed: int
     folder: Path
-    jobs: list[Job]
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages, in order of execution."""
+        if self.objective.name == RANDOM:
+            return (PROBES,)
+        return (PRETRAINING, PROBES)
+
+    @property
+    def weights(self) -> Path:
+        """The file of the pre-trained weights."""
+        return self.folder / PRETRAINING / WEIGHTS
+
+    @property
+    def probes_file(self) -> Path:
+        """The file of the probes' results."""
+        return self.folder / PROBES / "rows.json"
+
+    def record_file(self, stage: str) -> Path:
+        """Returns the file that is written when a stage has succeeded."""
+        return self.folder / f"{stage}.json"
+
+    def is_finished(self, stage: str) -> bool:
+        """Whether a stage has succeeded."""
+        return self.record_file(stage).is_file()
 
 
 def load_objectives(wanted: Sequence[str], opts: Sequence[str] = ()) -> list[Objective]:
@@ -138,142 +128,73 @@ def load_objectives(wanted: Sequence[str], opts: Sequence[str] = ()) -> list[Obj
     folder = Path(get_config_path("objectives/Base-Objective.yaml")).parent
     files = {path.stem: str(path) for path in sorted(folder.glob("*.yaml"))}
     known = {RANDOM: files.pop("Base-Objective"), **files}
-    objectives = [_load_objective(word, known, opts) for word in wanted or known]
+    objectives = [load_objective(word, known, opts) for word in wanted or known]
     names = [objective.name for objective in objectives]
     if len(set(names)) < len(names):
         raise UserError(f"--objectives repeats a name: {', '.join(names)}")
-    first = _list_encoder_keys(objectives[0].cfg)
+    first_keys = list_encoder_keys(objectives[0].cfg)
     for objective in objectives:
-        other = _list_encoder_keys(objective.cfg)
-        for key, value in first.items():
-            if other.get(key) != value:
+        keys = list_encoder_keys(objective.cfg)
+        for key, value in first_keys.items():
+            if keys.get(key) != value:
                 raise UserError(
                     f"'{objectives[0].name}' and '{objective.name}' differ in {key} ({value} and "
-                    f"{other.get(key)}): set it on the command line for all objectives"
+                    f"{keys.get(key)}): set it on the command line for all objectives"
                 )
     return objectives
 
 
-def _load_objective(word: str, known: Mapping[str, str], opts: Sequence[str]) -> Objective:
-    own = word.endswith((".yaml", ".yml"))
-    name, path = (Path(word).stem, word) if own else (word, known.get(word, ""))
-    if not path or (own and name == RANDOM):  # this name is reserved for the untrained encoder
+def load_objective(word: str, known: Mapping[str, str], opts: Sequence[str]) -> Objective:
+    """Loads an objective by its name in ``known``, or by the path of its config file.
+
+    Raises a ``UserError`` if it is unknown, or if its config does not pre-train.
+    """
+    if word.endswith((".yaml", ".yml")):
+        name = Path(word).stem
+        path = word
+        is_known = name != RANDOM  # this name is reserved for the untrained encoder
+    else:
+        name = word
+        path = known.get(word, "")
+        is_known = word in known
+    if not is_known:
         raise UserError(f"no objective '{word}': use {', '.join(known)}, or a config file (.yaml)")
     cfg = load_config(path, opts)
-    mapper = cfg.INPUT.DATASET_MAPPER_NAME
-    if mapper not in (*MAPPERS_OF_IMAGES, "classify"):
+    if find_task(cfg) is DETECTION:
+        mapper = cfg.INPUT.DATASET_MAPPER_NAME
         raise UserError(f"'{path}' does not pre-train: INPUT.DATASET_MAPPER_NAME is '{mapper}'")
     return Objective(name, path, cfg)
 
 
-def _list_encoder_keys(cfg: CfgNode) -> dict[str, Any]:
+def list_encoder_keys(cfg: CfgNode) -> dict[str, Any]:
     """Returns the keys that define the encoder and its image size."""
-    wanted = ("INPUT.PRETRAIN.SIZE", "MODEL.BACKBONE.", "MODEL.MOBILE_FORMER.")
-    return {key: value for key, value in list_leaves(cfg)
-            if key.startswith(wanted) and not key.endswith(("DROP_PATH", "FREEZE_AT"))}  # fmt: skip
+    nodes = ("INPUT.PRETRAIN.SIZE", "MODEL.BACKBONE.", "MODEL.MOBILE_FORMER.")
+    of_training = ("DROP_PATH", "FREEZE_AT")
+    return {
+        key: value
+        for key, value in list_leaves(cfg)
+        if key.startswith(nodes) and not key.endswith(of_training)
+    }
 
 
 def list_rows(comparison: Comparison) -> list[Row]:
-    """Returns all rows with their jobs: for each seed, one row per objective."""
-    rows = []
-    for seed in comparison.seeds:
-        for objective in comparison.objectives:
-            row = Row(objective, seed, comparison.output_dir / objective.name / f"seed{seed}", [])
-            if objective.name != RANDOM:
-                row.jobs.append(_plan_pretraining(comparison, row))
-            row.jobs.append(_plan_probes(comparison, row))
-            rows.append(row)
-    return rows
-
-
-def _plan_pretraining(comparison: Comparison, row: Row) -> Job:
-    file, cfg = row.objective.config_file, row.objective.cfg
-    is_labelled = cfg.INPUT.DATASET_MAPPER_NAME == "classify"
-    opts = ["SOLVER.EPOCHS", str(float(comparison.epochs)), *comparison.opts]
-    command = [
-        *(sys.executable, str(comparison.tools / "train_net.py"), "--config-file", file),
-        *("--data" if is_labelled else "--images", comparison.train_folder),
-        *("--output", str(row.folder / "pretraining"), "--resume", "SEED", str(row.seed), *opts),
+    """Returns all rows: for each seed, one row per objective."""
+    return [
+        Row(objective, seed, comparison.output_dir / objective.name / f"seed{seed}")
+        for seed in comparison.seeds
+        for objective in comparison.objectives
     ]
-    if is_labelled:  # the probes have a validation set
-        command += ["DATASETS.VAL_FRACTION", "0"]
-    settings = dict(list_leaves(yaml.safe_load(load_config(file, opts).dump())))
-    settings["contents"] = comparison.contents[0]
-    title = f"{row.objective.name} seed {row.seed} pretraining"
-    return Job(title, "pretraining", row.folder, command, settings)
-
-
-def _plan_probes(comparison: Comparison, row: Row) -> Job:
-    number = str(comparison.num_recalibrated)
-    encoder = ["--weights", str(row.folder / "pretraining" / WEIGHTS)]
-    opts = ["SEED", str(row.seed)]  # the same split of the training images for each objective
-    if row.objective.name == RANDOM:
-        encoder = ["--random", "--config-file", row.objective.config_file]
-        opts += comparison.opts
-    command = [
-        *(sys.executable, str(comparison.tools / "probe_backbone.py"), *encoder),
-        *("--recalibrate-bn", number, "--probes", *comparison.probes),
-        *("--data", comparison.train_folder, "--val", comparison.val_folder),
-        *("--json", str(row.folder / "probes/rows.json"), *opts),
-    ]
-    settings = {"contents": comparison.contents, "recalibrate_bn": number}
-    title = f"{row.objective.name} seed {row.seed} probes"
-    return Job(title, "probes", row.folder, command, settings)
-
-
-def compare(comparison: Comparison) -> tuple[str, dict[str, str]]:
-    """Runs the jobs that are not done. If pre-training fails, its probes are skipped.
-
-    Returns the tables in Markdown, and error messages by the titles of failed or skipped jobs.
-
-    Raises:
-        UserError: data or a config is invalid, or the folder has results of different settings.
-    """
-    rows = list_rows(comparison)
-    for row in rows:
-        for job in row.jobs:
-            job.is_done()  # raises errors before the first job runs
-    failed: dict[str, str] = {}
-    for row in rows:
-        reason, has_run = "", False
-        for job in row.jobs:
-            if reason:
-                reason = "needs the job before it, which failed"
-            elif has_run or not job.is_done():  # after a job ran, later jobs of the row are stale
-                has_run = True
-                print(f"{job.title}: started", flush=True)
-                reason = _run_job(job)
-            if reason:
-                failed[job.title] = reason
-            print(f"{job.title}: {f'FAILED, {reason}' if reason else 'done'}", flush=True)
-            tables = write_report(comparison, rows, failed)
-    return tables, failed
-
-
-def _run_job(job: Job) -> str:
-    """Runs a command and writes its record. Returns an error message, or "" on success."""
-    job.folder.mkdir(parents=True, exist_ok=True)
-    log_file = job.folder / f"{job.stage}.log"
-    with open(log_file, "ab") as log:
-        log.write(f"\n$ {shlex.join(job.command)}\n".encode())
-        log.flush()
-        ended = subprocess.run(
-            job.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
-        )
-    if ended.returncode:
-        lines = log_file.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-        return f"exit code {ended.returncode}; the end of {log_file}:\n    " + "\n    ".join(lines)
-    record = {"command": job.command, "settings": job.settings, "versions": list_versions()}
-    write_atomically(job.record_file, json.dumps(to_json(record), indent=1).encode())
-    return ""
 
 
 def write_report(comparison: Comparison, rows: Sequence[Row], failed: Mapping[str, str]) -> str:
-    """Writes ``comparison.json`` and ``comparison.md``. Returns the tables in Markdown."""
+    """Writes ``comparison.json`` and ``comparison.md``. Returns the tables in Markdown.
+
+    ``failed`` maps the title of each failed stage to the reason.
+    """
     summary = summarize([(row, measure_row(comparison, row)) for row in rows])
     content = {
-        "objectives": {one.name: one.config_file for one in comparison.objectives},
-        "images": list(map(len, comparison.images)),
+        "objectives": {entry.name: entry.config_file for entry in comparison.objectives},
+        "images": [len(records) for records in comparison.images],
         "seeds": comparison.seeds,
         "epochs": comparison.epochs,
         "opts": comparison.opts,
@@ -281,67 +202,83 @@ def write_report(comparison: Comparison, rows: Sequence[Row], failed: Mapping[st
         "summary": summary,
         "failed": failed,
     }
-    text = render_tables(comparison, summary, failed)
-    for suffix, written in {"json": json.dumps(to_json(content), indent=1), "md": text}.items():
-        write_atomically(comparison.output_dir / f"comparison.{suffix}", written.encode())
-    return text
+    tables = render_tables(comparison, summary, failed)
+    encoded = json.dumps(to_json(content), indent=1).encode()
+    write_atomically(comparison.output_dir / "comparison.json", encoded)
+    write_atomically(comparison.output_dir / "comparison.md", tables.encode())
+    return tables
 
 
 def measure_row(comparison: Comparison, row: Row) -> dict[str, float]:
-    """Returns the top-1 (%) of each probe, and "images seen" and "minutes" of pre-training."""
-    done = {job.stage for job in row.jobs if job.record_file.is_file()}
-    found: dict[str, float] = {}
-    if "probes" in done:
-        for entry in json.loads((row.folder / "probes" / "rows.json").read_bytes())["rows"]:
+    """Returns the top-1 (%) of each probe, and "images seen" and "minutes" of pre-training.
+
+    Measures of stages that are not finished are missing.
+    """
+    measures: dict[str, float] = {}
+    if row.is_finished(PROBES):
+        for entry in json.loads(row.probes_file.read_bytes())["rows"]:
             if entry["probe"] in comparison.probes and entry["top1"] is not None:
-                suffix = "" if entry["recalibrated"] else ", BN as trained"
-                found[{"knn": "kNN"}.get(entry["probe"], entry["probe"]) + suffix] = entry["top1"]
-    if "pretraining" in done:
-        folder = row.folder / "pretraining"
-        found["images seen"] = float(count_images_seen(info_of(str(folder / WEIGHTS))) or 0)
-        seconds, end = 0.0, 0
-        for record in read_metrics(folder / "metrics.json"):
-            if "time" in record:
-                seconds += float(record["time"]) * (record["iteration"] + 1 - end)
-                end = record["iteration"] + 1
-        found["minutes"] = seconds / 60
-    return found
+                title = entry["probe"].replace("knn", "kNN")
+                if not entry["recalibrated"]:
+                    title += ", BN as trained"
+                measures[title] = entry["top1"]
+    if PRETRAINING in row.stages and row.is_finished(PRETRAINING):
+        measures["images seen"] = float(count_images_seen(info_of(str(row.weights))) or 0)
+        seconds = 0.0
+        num_steps = 0
+        for record in read_metrics(row.folder / PRETRAINING / "metrics.json"):
+            if "time" in record:  # the mean of the steps since the last record
+                seconds += float(record["time"]) * (record["iteration"] + 1 - num_steps)
+                num_steps = record["iteration"] + 1
+        measures["minutes"] = seconds / 60
+    return measures
 
 
 def summarize(measured: Sequence[tuple[Row, Mapping[str, float]]]) -> Summary:
     """Returns mean and unbiased standard deviation (nan for one seed) by objective and measure."""
     summary: dict[str, dict[str, dict[str, Any]]] = {}
-    for row, own in measured:
-        for title, value in own.items():
+    for row, measures in measured:
+        for title, value in measures.items():
             entry = summary.setdefault(row.objective.name, {}).setdefault(title, {"values": {}})
             entry["values"][row.seed] = value
             values = list(entry["values"].values())
             entry["mean"] = statistics.fmean(values)
-            entry["deviation"] = statistics.stdev(values) if len(values) > 1 else math.nan
+            entry["deviation"] = math.nan
+            if len(values) > 1:
+                entry["deviation"] = statistics.stdev(values)
     return summary
 
 
 def render_tables(comparison: Comparison, summary: Summary, failed: Mapping[str, str]) -> str:
     """Returns the table of results and costs in Markdown."""
-    train, val = map(len, comparison.images)
-    titles = [k for k in dict.fromkeys(k for own in summary.values() for k in own)
-              if k not in _COSTS]  # fmt: skip
-    rows = [[name, *(_format(own.get(title)) for title in (*titles, *_COSTS))]
-            for name, own in summary.items()]  # fmt: skip
+    num_train, num_val = (len(records) for records in comparison.images)
+    every_title = dict.fromkeys(title for measures in summary.values() for title in measures)
+    titles = [title for title in every_title if title not in _COSTS]
+    rows = [
+        [name, *(format_spread(measures.get(title)) for title in (*titles, *_COSTS))]
+        for name, measures in summary.items()
+    ]
     headers = ["objective", *(f"{title}, %" for title in titles), *_COSTS]
-    return "\n\n".join([
+    seeds = ", ".join(str(seed) for seed in comparison.seeds)
+    settings = (
+        f"Pre-training: {comparison.epochs:g} epochs of {num_train:,} images, seeds {seeds}. "
+        f"Probes: the same training images, {num_val:,} validation images."
+    )
+    if failed:
+        settings += f" Failed: {', '.join(failed)}."
+    parts = [
         "# Pre-training objectives, compared by probes of the frozen encoder",
-        f"Pre-training: {comparison.epochs:g} epochs of {train:,} images, seeds "
-        f"{', '.join(map(str, comparison.seeds))}. Probes: the same training images, "
-        f"{val:,} validation images." + (f" Failed: {', '.join(failed)}." if failed else ""),
+        settings,
         tabulate(rows, headers, tablefmt="github", disable_numparse=True),
         "Mean ± standard deviation over seeds (number of seeds). BatchNorm's statistics are "
         f"estimated on {comparison.num_recalibrated:,} whole training images, except in columns "
         "'BN as trained'. Minutes are the time of all steps.",
-    ]) + "\n"  # fmt: skip
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
-def _format(spread: Mapping[str, Any] | None) -> str:
+def format_spread(spread: Mapping[str, Any] | None) -> str:
+    """Returns the cell of an entry of a summary, such as "12.00 ± 2.83 (2)"."""
     if spread is None:
         return "-"
     if math.isnan(spread["deviation"]):

@@ -53,20 +53,19 @@ class Boxes:
 
 @dataclass(frozen=True)
 class DetectionErrors:
-    """D detections (``found``), B ground-truth boxes without crowds (``truth``), and their matches.
+    """D detections, B ground-truth boxes without crowds, and their matches.
 
-    COCO ignores a detection that overlaps a crowd of its class, or is not among the 100 highest
-    scores of its image and class (more if an image has more objects). For such a detection,
-    ``correct`` and ``wrong`` (D,) are False.
-    ``matches`` (B,) has, for each box, the index of its correct detection (with any score), or -1.
+    COCO ignores a detection that overlaps a crowd of its class. It also ignores a detection that is
+    not among the 100 highest scores of its image and class (more than 100 if an image has more
+    objects). Ignored detections are neither correct nor wrong.
     """
 
-    found: Boxes
-    scores: Array
-    correct: npt.NDArray[np.bool_]
-    wrong: npt.NDArray[np.bool_]
-    truth: Boxes
-    matches: Indices
+    detections: Boxes
+    scores: Array  # (D,)
+    correct: npt.NDArray[np.bool_]  # (D,)
+    wrong: npt.NDArray[np.bool_]  # (D,)
+    ground_truth: Boxes
+    matches: Indices  # (B,), for each box the index of its correct detection (any score), or -1
 
 
 def evaluate_boxes(ground_truth: Entry, detections: Sequence[Entry]) -> Any:
@@ -77,20 +76,23 @@ def evaluate_boxes(ground_truth: Entry, detections: Sequence[Entry]) -> Any:
     """
     with contextlib.redirect_stdout(io.StringIO()):
         coco = _index(ground_truth)
-        if detections:  # loadRes fails without entries
-            found = coco.loadRes([dict(entry) for entry in detections])
-        else:
-            found = _index({**coco.dataset, "annotations": []})
-        evaluator = FastMatching(coco, found, "bbox")
-        evaluator.params.maxDets[-1] = choose_max_detections(count_most_objects(coco.anns.values()))
+        if detections:
+            results = coco.loadRes([dict(entry) for entry in detections])
+        else:  # loadRes fails without entries
+            results = _index({**coco.dataset, "annotations": []})
+        evaluator = FastMatching(coco, results, "bbox")
+        num_objects = count_most_objects(coco.anns.values())
+        evaluator.params.maxDets[-1] = choose_max_detections(num_objects)
         evaluator.evaluate()
         evaluator.accumulate()
     return evaluator
 
 
 def _index(content: Entry) -> COCO:
+    """Returns pycocotools' index of annotations in COCO format. Changes only copies of them."""
     coco = COCO()
-    coco.dataset = {**content, "annotations": [dict(one) for one in content["annotations"]]}
+    annotations = [dict(entry) for entry in content["annotations"]]
+    coco.dataset = {**content, "annotations": annotations}
     complete_annotations(coco.dataset)
     coco.createIndex()
     return coco
@@ -102,18 +104,23 @@ def score_detections(evaluator: Any) -> DetectionScores:
     # maximum numbers of detections (the last is that of AP).
     precision = np.array(evaluator.eval["precision"], dtype=np.float64)[..., -1]
     precision[precision < 0] = np.nan  # -1 in COCO means that a class has no boxes
-    classes = [entry["category_id"] for entry in evaluator.cocoGt.anns.values()
-               if not entry["iscrowd"]]  # fmt: skip
+    averaged = {  # the precisions whose mean is the metric
+        "AP": precision[..., 0],
+        "AP50": precision[0, ..., 0],
+        "AP75": precision[5, ..., 0],
+        "APs": precision[..., 1],
+        "APm": precision[..., 2],
+        "APl": precision[..., 3],
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", category=RuntimeWarning)  # the mean of only nan is nan
-        parts = {"AP": precision[..., 0], "AP50": precision[0, ..., 0],
-                 "AP75": precision[5, ..., 0]}  # fmt: skip
-        parts |= {key: precision[..., area] for area, key in enumerate(("APs", "APm", "APl"), 1)}
-        return DetectionScores(
-            summary={key: float(100 * np.nanmean(part)) for key, part in parts.items()},
-            class_ap=100 * np.nanmean(precision[..., 0], axis=(0, 1)),
-            num_boxes=np.array([classes.count(k) for k in evaluator.params.catIds], np.int64),
-        )
+        summary = {key: float(100 * np.nanmean(values)) for key, values in averaged.items()}
+        class_ap = 100 * np.nanmean(precision[..., 0], axis=(0, 1))
+    counts = Counter(
+        entry["category_id"] for entry in evaluator.cocoGt.anns.values() if not entry["iscrowd"]
+    )
+    num_boxes = np.array([counts[category] for category in evaluator.params.catIds], np.int64)
+    return DetectionScores(summary, class_ap, num_boxes)
 
 
 def find_errors(evaluator: Any) -> DetectionErrors:
@@ -123,34 +130,42 @@ def find_errors(evaluator: Any) -> DetectionErrors:
     score threshold. Among equal scores, earlier detections are matched first.
     """
     annotations = [entry for entry in evaluator.cocoGt.anns.values() if not entry["iscrowd"]]
-    detections = list(evaluator.cocoDt.anns.values())
-    found, truth = (_read_boxes(e, evaluator.params.catIds) for e in (detections, annotations))
+    results = list(evaluator.cocoDt.anns.values())
     # COCO's match of each detection at IoU 0.50: the id of the box, or 0 if unmatched.
-    ids = np.zeros(len(detections), dtype=np.int64)
-    ignored = np.ones(len(detections), dtype=np.bool_)
+    matched_ids = np.zeros(len(results), dtype=np.int64)
+    ignored = np.ones(len(results), dtype=np.bool_)
     all_areas = evaluator.params.areaRng[0]
-    for one in evaluator.evalImgs:  # one entry per class, area range and image; None if empty
-        if one is not None and one["aRng"] == all_areas and one["dtIds"]:
-            rows = np.array(one["dtIds"]) - 1
-            ids[rows], ignored[rows] = one["dtMatches"][0], one["dtIgnore"][0]
-    row = {entry["id"]: b for b, entry in enumerate(annotations)}  # without crowds
-    matched = np.array([row.get(int(identity), -1) for identity in ids], dtype=np.int64)
-    correct = matched >= 0
+    # COCO has one entry per class, area range and image, which is None without boxes.
+    for entry in evaluator.evalImgs:
+        if entry is not None and entry["aRng"] == all_areas and entry["dtIds"]:
+            indices = np.array(entry["dtIds"]) - 1
+            matched_ids[indices] = entry["dtMatches"][0]
+            ignored[indices] = entry["dtIgnore"][0]
+    index_of = {annotation["id"]: index for index, annotation in enumerate(annotations)}
+    # For each detection, the index of its box, or -1 if it has none or its box is a crowd.
+    boxes = np.array([index_of.get(int(box_id), -1) for box_id in matched_ids], dtype=np.int64)
+    correct = boxes >= 0
     matches = np.full(len(annotations), -1, dtype=np.int64)
-    matches[matched[correct]] = np.flatnonzero(correct)
-    scores = np.array([entry["score"] for entry in detections], dtype=np.float64)
-    return DetectionErrors(found, scores, correct, ~(correct | ignored), truth, matches)
+    matches[boxes[correct]] = np.flatnonzero(correct)
+    return DetectionErrors(
+        detections=_read_boxes(results, evaluator.params.catIds),
+        scores=np.array([result["score"] for result in results], dtype=np.float64),
+        correct=correct,
+        wrong=~(correct | ignored),
+        ground_truth=_read_boxes(annotations, evaluator.params.catIds),
+        matches=matches,
+    )
 
 
 def _read_boxes(entries: Sequence[Entry], category_ids: Sequence[int]) -> Boxes:
     """Reads annotations or results in COCO format."""
     xyxy = np.array([entry["bbox"] for entry in entries], dtype=np.float64).reshape(-1, 4)
     xyxy[:, 2:] += xyxy[:, :2]
-    index = {category: k for k, category in enumerate(sorted(category_ids))}
+    class_of = {category: index for index, category in enumerate(sorted(category_ids))}
     return Boxes(
-        np.array([entry["image_id"] for entry in entries], dtype=np.int64),
-        np.array([index[entry["category_id"]] for entry in entries], dtype=np.int64),
-        xyxy,
+        image_ids=np.array([entry["image_id"] for entry in entries], dtype=np.int64),
+        classes=np.array([class_of[entry["category_id"]] for entry in entries], dtype=np.int64),
+        xyxy=xyxy,
     )
 
 
@@ -159,13 +174,15 @@ def choose_threshold(errors: DetectionErrors) -> float:
 
     Returns the highest score if no detection is correct, and 0.5 if there are no detections.
     """
-    counted = errors.correct | errors.wrong
-    scores, correct = errors.scores[counted], errors.correct[counted]
-    if not len(scores):
+    counted = np.flatnonzero(errors.correct | errors.wrong)
+    if not len(counted):
         return 0.5
-    order = np.argsort(-scores, kind="stable")
-    scores, correct = scores[order], correct[order]
-    f1 = 2 * np.cumsum(correct) / (np.arange(1, len(scores) + 1) + len(errors.matches))
+    descending = counted[np.argsort(-errors.scores[counted], kind="stable")]
+    scores = errors.scores[descending]
+    # With the n highest scores: F1 = 2 * (correct detections) / (n + number of boxes).
+    num_correct = np.cumsum(errors.correct[descending])
+    num_detections = np.arange(1, len(scores) + 1)
+    f1 = 2 * num_correct / (num_detections + len(errors.matches))
     f1[:-1][scores[:-1] == scores[1:]] = 0  # a threshold cannot separate equal scores
     return float(scores[np.argmax(f1)])
 
@@ -188,8 +205,9 @@ def find_missed_boxes(errors: DetectionErrors, threshold: float) -> Indices:
     detected = errors.matches >= 0
     detected[detected] = errors.scores[errors.matches[detected]] >= threshold
     missed = np.flatnonzero(~detected)
-    sides = errors.truth.xyxy[missed, 2:] - errors.truth.xyxy[missed, :2]
-    return missed[np.argsort(-sides.prod(axis=1), kind="stable")]
+    boxes = errors.ground_truth.xyxy[missed]
+    areas = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1)
+    return missed[np.argsort(-areas, kind="stable")]
 
 
 def find_wrong(errors: DetectionErrors, threshold: float) -> Indices:
@@ -206,27 +224,32 @@ def count_confusions(errors: DetectionErrors, threshold: float, num_classes: int
     ground-truth box of their image with the highest IoU, if this IoU is at least 0.5. Otherwise
     they count as background.
     """
-    found, truth = errors.found, errors.truth
+    detections = errors.detections
+    ground_truth = errors.ground_truth
+    background = num_classes
     counts = np.zeros((num_classes + 1, num_classes + 1), dtype=np.int64)
     missed = find_missed_boxes(errors, threshold)
-    hits = np.bincount(np.delete(truth.classes, missed), minlength=num_classes)
-    np.fill_diagonal(counts[:-1, :-1], hits)
-    detected = np.full(len(truth.classes), num_classes)
+    correct_classes = np.delete(ground_truth.classes, missed)
+    np.fill_diagonal(counts[:-1, :-1], np.bincount(correct_classes, minlength=num_classes))
+    detected_classes = np.full(len(ground_truth.classes), background)  # of the missed boxes
     for index in find_wrong(errors, threshold):
-        near = missed[truth.image_ids[missed] == found.image_ids[index]]
-        near = near[detected[near] == num_classes]
-        boxes = [torch.from_numpy(one) for one in (found.xyxy[index][None], truth.xyxy[near])]
-        overlaps = box_iou(*boxes)[0].numpy()
+        in_image = ground_truth.image_ids[missed] == detections.image_ids[index]
+        is_unmatched = detected_classes[missed] == background
+        candidates = missed[in_image & is_unmatched]
+        detection = torch.from_numpy(detections.xyxy[index][None])
+        boxes = torch.from_numpy(ground_truth.xyxy[candidates])
+        overlaps = box_iou(detection, boxes)[0].numpy()
         if overlaps.max(initial=0) >= _MATCH_IOU:
-            detected[near[overlaps.argmax()]] = found.classes[index]
+            best = candidates[overlaps.argmax()]
+            detected_classes[best] = detections.classes[index]
         else:
-            counts[-1, found.classes[index]] += 1
-    np.add.at(counts, (truth.classes[missed], detected[missed]), 1)
+            counts[background, detections.classes[index]] += 1
+    np.add.at(counts, (ground_truth.classes[missed], detected_classes[missed]), 1)
     return counts
 
 
 def count_errors_by_image(errors: DetectionErrors, threshold: float) -> Counter[int]:
     """Returns the number of wrong detections and missed boxes at ``threshold``, by image id."""
-    wrong = errors.found.image_ids[find_wrong(errors, threshold)]
-    missed = errors.truth.image_ids[find_missed_boxes(errors, threshold)]
+    wrong = errors.detections.image_ids[find_wrong(errors, threshold)]
+    missed = errors.ground_truth.image_ids[find_missed_boxes(errors, threshold)]
     return Counter(np.concatenate([wrong, missed]).tolist())

@@ -85,9 +85,12 @@ def write_figure(figure: Figure, folder: Path) -> list[Path]:
     text = json.dumps(to_json(content), indent=1, allow_nan=False, ensure_ascii=False)
     about = folder / f"{figure.name}.json"
     remove_figure(figure.name, folder)
-    for name, data in {about.name: f"{text}\n".encode(), **files}.items():
+    write_atomically(about, f"{text}\n".encode())
+    paths = [about]
+    for name, data in files.items():
         write_atomically(folder / name, data)
-    return [about, *(folder / name for name in files)]
+        paths.append(folder / name)
+    return paths
 
 
 def remove_figure(name: str, folder: Path) -> None:
@@ -95,14 +98,16 @@ def remove_figure(name: str, folder: Path) -> None:
     about = folder / f"{name}.json"
     try:
         content = json.loads(about.read_bytes())
-        is_figure, images = content["name"] == name, [str(image) for image in content["files"]]
+        is_figure = content["name"] == name
+        files = [str(file) for file in content["files"]]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return
     if not is_figure:
         return
-    own = re.compile(rf"{re.escape(name)}_[\w-]+\.(svg|jpg)")
-    for image in filter(own.fullmatch, images):  # the file may have been edited
-        (folder / image).unlink(missing_ok=True)
+    pattern = re.compile(rf"{re.escape(name)}_[\w-]+\.(svg|jpg)")
+    for file in files:
+        if pattern.fullmatch(file):  # the JSON file may have been edited
+            (folder / file).unlink(missing_ok=True)
     about.unlink()
 
 

@@ -2,6 +2,7 @@
 """Charts and image grids. Functions decorated with ``@themed`` use the same matplotlib theme."""
 
 import io
+import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,15 +25,16 @@ from .figures import Image
 
 Format = Literal["svg", "jpg"]
 
-INK, QUIET = "#1c1e21", "#63676e"
-"""Colors of text and of axes."""
-COLORS = ("#1f6feb", "#a83300", "#00ab62", "#a23098", "#d48000", "#44534c")
-"""Line colors in order of use. The theme has the same colors."""
-HEADING: Color = (226, 228, 232)
+TEXT_COLOR = "#1c1e21"
+AXIS_COLOR = "#63676e"
+LINE_COLORS = ("#1f6feb", "#a83300", "#00ab62", "#a23098", "#d48000", "#44534c")
+"""In order of use. The theme has the same colors."""
+_HEADING_COLOR: Color = (226, 228, 232)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _DASHES = ("-", "--", ":", "-.")
-_LONGEST_NAME = 40
-_MOST_NAMED, _MOST_LISTED = 110, 30  # in a confusion matrix: named classes, listed confusions
+_MAX_NAME_LENGTH = 40  # characters
+_MAX_TICK_LABELS = 110  # number of classes above which a confusion matrix does not name them
+_MAX_CONFUSIONS = 30  # in the list beside a confusion matrix
 _GAP = 4  # pixels between the images of a grid
 _DPI = {"svg": 160, "jpg": 100}
 _MEDIA_TYPES = {"svg": "image/svg+xml", "jpg": "image/jpeg"}
@@ -60,22 +62,26 @@ def list_styles(number: int) -> list[dict[str, Any]]:
     """Returns the color, dash and marker of ``number`` lines. The first 24 are different."""
     return [
         {
-            "color": COLORS[index % len(COLORS)],
-            "linestyle": _DASHES[index // len(COLORS) % len(_DASHES)],
+            "color": LINE_COLORS[index % len(LINE_COLORS)],
+            "linestyle": _DASHES[index // len(LINE_COLORS) % len(_DASHES)],
             "marker": _MARKERS[index % len(_MARKERS)],
         }
         for index in range(number)
     ]
 
 
-def to_text(name: str, *, longest: int = _LONGEST_NAME) -> str:
+def to_text(name: str, *, max_length: int = _MAX_NAME_LENGTH) -> str:
     """Escapes a name for matplotlib and replaces the middle of a long name by an ellipsis."""
-    text = " ".join(name.encode(errors="backslashreplace").decode().split())
-    if len(text) > longest:
-        end = (longest - 1) // 2
-        text = f"{text[: longest - 1 - end]}…{text[-end:]}"
-    text = text.replace("$", r"\$")  # $ starts a formula; a leading underscore hides a label
-    return f" {text}" if text.startswith("_") else text
+    text = name.encode(errors="backslashreplace").decode()
+    text = " ".join(text.split())  # on one line
+    if len(text) > max_length:
+        end = (max_length - 1) // 2
+        start = max_length - 1 - end
+        text = f"{text[:start]}…{text[-end:]}"
+    text = text.replace("$", r"\$")  # matplotlib starts a formula at $
+    if text.startswith("_"):  # matplotlib hides labels that start with an underscore
+        text = f" {text}"
+    return text
 
 
 @themed
@@ -89,8 +95,11 @@ def add_legend(figure: Figure, *panels: Axes) -> None:
     if len(labels) < 2:
         return
     width, height = figure.get_size_inches()
-    columns = int(min(3, len(labels), max(1, width // (0.6 + 0.075 * max(map(len, labels))))))
-    figure.set_size_inches(width, height + 0.2 * -(-len(labels) // columns))
+    entry_width = 0.6 + 0.075 * max(len(label) for label in labels)  # estimate in inches
+    columns = max(1, int(width // entry_width))
+    columns = min(3, len(labels), columns)
+    rows = math.ceil(len(labels) / columns)
+    figure.set_size_inches(width, height + 0.2 * rows)
     figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
@@ -99,30 +108,37 @@ def plot_confusion(
     counts: npt.NDArray[np.int64], class_names: Sequence[str], *, unit: str = "images"
 ) -> Figure:
     """Draws a confusion matrix (K, K) and a list of the most frequent confusions."""
-    number = len(class_names)
-    printable = ["".join(c if c.isprintable() else "?" for c in name) for name in class_names]
-    names = [to_text(name, longest=26) for name in printable]
-    side = float(np.clip(0.11 * number, 3.6, 9.0))
+    num_classes = len(class_names)
+    names = []
+    for name in class_names:
+        printable = "".join(letter if letter.isprintable() else "?" for letter in name)
+        names.append(to_text(printable, max_length=26))
+    side = float(np.clip(0.11 * num_classes, 3.6, 9.0))  # of the matrix, in inches
     figure = start_figure(height=side + 1.8, width=side + 6.5)
-    axes, text = figure.subplots(1, 2, width_ratios=(side + 1.8, 4.7))
+    matrix, text = figure.subplots(1, 2, width_ratios=(side + 1.8, 4.7))
+
     shares = counts / counts.sum(axis=1).clip(min=1)[:, None]
     strength = np.sqrt(shares)[..., None]
-    wrong, correct = np.array([0.84, 0.27, 0.31]), np.array([0.12, 0.44, 0.92])
-    color = np.where(np.eye(number, dtype=bool)[..., None], correct, wrong)
-    axes.imshow(1 - strength * (1 - color))
-    axes.grid(visible=False)
-    axes.set_xlabel("predicted class")
-    axes.set_ylabel("class")
-    if number <= _MOST_NAMED:
-        size = 8 if number <= 60 else 5
-        axes.set_xticks(range(number), names, rotation=90, fontsize=size)
-        axes.set_yticks(range(number), names, fontsize=size)
+    correct = np.array([0.12, 0.44, 0.92])  # blue
+    wrong = np.array([0.84, 0.27, 0.31])  # red
+    is_diagonal = np.eye(num_classes, dtype=bool)[..., None]
+    color = np.where(is_diagonal, correct, wrong)
+    matrix.imshow(1 - strength * (1 - color))
+    matrix.grid(visible=False)
+    matrix.set_xlabel("predicted class")
+    matrix.set_ylabel("class")
+    if num_classes <= _MAX_TICK_LABELS:
+        size = 8 if num_classes <= 60 else 5
+        matrix.set_xticks(range(num_classes), names, rotation=90, fontsize=size)
+        matrix.set_yticks(range(num_classes), names, fontsize=size)
+
     total = int(counts.sum())
     lines = [f"Most confused ({total - counts.trace():,} of {total:,} {unit} are wrong)", ""]
-    for i, j, count in find_confusions(counts)[: min(_MOST_LISTED, int(5 * side))]:
+    num_lines = min(_MAX_CONFUSIONS, int(5 * side))
+    for i, j, count in find_confusions(counts)[:num_lines]:
         lines.append(f"{names[i]} → {names[j]}:  {count:,} of {counts[i].sum():,}")
     text.set_axis_off()
-    text.text(0, 1, "\n".join(lines), fontsize=8, va="top", linespacing=1.5, color=INK)
+    text.text(0, 1, "\n".join(lines), fontsize=8, va="top", linespacing=1.5, color=TEXT_COLOR)
     return figure
 
 
@@ -134,14 +150,20 @@ def plot_grid(
     row_names: Sequence[str] = (),
     note: str = "",
 ) -> Figure:
-    """Draws images of the same size in a grid at full resolution. Short rows are left blank."""
+    """Draws images of the same size in a grid at full resolution.
+
+    ``rows`` are rows of RGB images (H, W, 3). A row may have fewer images than there are columns.
+    """
     height, width = rows[0][0].shape[:2]
-    step_y, step_x = height + _GAP, width + _GAP
+    step_y = height + _GAP
+    step_x = width + _GAP
     mosaic = np.full((len(rows) * step_y, len(column_names) * step_x, 3), 255, dtype=np.uint8)
     for i, row in enumerate(rows):
         for j, image in enumerate(row):
-            mosaic[i * step_y :, j * step_x :][:height, :width] = image
-    mosaic = mosaic[:-_GAP, :-_GAP]
+            top = i * step_y
+            left = j * step_x
+            mosaic[top : top + height, left : left + width] = image
+    mosaic = mosaic[:-_GAP, :-_GAP]  # no gap behind the last row and column
     figure = Figure(figsize=(mosaic.shape[1] / _DPI["jpg"], mosaic.shape[0] / _DPI["jpg"]))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.imshow(mosaic, interpolation="none", aspect="auto")
@@ -151,7 +173,7 @@ def plot_grid(
     names = [to_text(name) for name in column_names]
     axes.set_xticks([j * step_x + width / 2 for j in range(len(names))], names)
     axes.set_yticks([i * step_y + height / 2 for i in range(len(row_names))], row_names)
-    axes.tick_params(length=0, labelsize=8, labelcolor=INK)
+    axes.tick_params(length=0, labelsize=8, labelcolor=TEXT_COLOR)
     if note:
         axes.set_xlabel(note, loc="left", fontsize=8)
     return figure
@@ -177,72 +199,92 @@ def chart_image(figure: Figure, *, caption: str = "", format: Format = "svg") ->
 def to_rgb(image: Tensor, pixel_format: str) -> npt.NDArray[np.float32]:
     """Converts (3, H, W) in ``pixel_format`` ("RGB" or "BGR") to RGB (H, W, 3) in float32."""
     pixels: npt.NDArray[np.float32] = image.detach().cpu().float().permute(1, 2, 0).numpy()
-    return pixels[..., ::-1] if pixel_format == "BGR" else pixels
+    if pixel_format == "BGR":
+        pixels = pixels[..., ::-1]
+    return pixels
 
 
-def shrink(image: RGBImage, longest: int) -> RGBImage:
-    """Resizes an image (H, W, 3) so that its longer side has ``longest`` pixels."""
-    factor = longest / max(image.shape[:2])
-    height, width = (max(1, round(length * factor)) for length in image.shape[:2])
-    way = cv2.INTER_AREA if factor < 1 else cv2.INTER_CUBIC
-    return np.asarray(cv2.resize(image, (width, height), interpolation=way), dtype=np.uint8)
+def resize_longest_side(image: RGBImage, side: int) -> RGBImage:
+    """Resizes an image (H, W, 3) so that its longer side has ``side`` pixels."""
+    height, width = image.shape[:2]
+    scale = side / max(height, width)
+    new_size = (max(1, round(width * scale)), max(1, round(height * scale)))  # OpenCV's order
+    interpolation = cv2.INTER_AREA if scale < 1 else cv2.INTER_CUBIC
+    return np.asarray(cv2.resize(image, new_size, interpolation=interpolation), dtype=np.uint8)
 
 
-def crop_box(image: RGBImage, box: npt.NDArray[Any], color: Color, longest: int) -> RGBImage:
+def crop_box(image: RGBImage, box: npt.NDArray[Any], color: Color, side: int) -> RGBImage:
     """Crops an image to a box (4,), XYXY in pixels, and draws the box.
 
-    The margin is half the longer side of the box. The longer side of the result has ``longest``
-    pixels.
+    The margin is half the longer side of the box, and at least 24 pixels. The longer side of the
+    result has ``side`` pixels.
     """
     height, width = image.shape[:2]
     margin = max(24.0, float(np.max(box[2:] - box[:2])) / 2)
-    low = np.clip(np.floor(box[:2] - margin), 0, [width - 1, height - 1]).astype(int)
-    high = np.clip(np.ceil(box[2:] + margin), low + 1, [width, height]).astype(int)
-    part = image[low[1] : high[1], low[0] : high[0]]
-    shifted = (box - np.tile(low, 2))[None] * (longest / max(part.shape[:2]))
-    return draw_boxes(shrink(part, longest), shifted, [""], [color], min_side=0)
+    # The crop has at least one pixel, even if the box lies outside the image.
+    x0, y0 = np.clip(np.floor(box[:2] - margin), 0, [width - 1, height - 1]).astype(int)
+    x1, y1 = np.clip(np.ceil(box[2:] + margin), [x0 + 1, y0 + 1], [width, height]).astype(int)
+    crop = image[y0:y1, x0:x1]
+    scale = side / max(crop.shape[:2])
+    box_in_crop = (box - [x0, y0, x0, y0]) * scale
+    return draw_boxes(resize_longest_side(crop, side), box_in_crop[None], [""], [color], min_side=0)
 
 
 def overlay_map(image: RGBImage, values: npt.ArrayLike, *, stride: float, high: float) -> RGBImage:
-    """Converts an image to gray, and draws an interpolated feature map (h, w) over it.
+    """Converts an image (H, W, 3) to gray, and draws an interpolated feature map (h, w) over it.
 
     The color scale goes from 0 to ``high``. Positions of the feature map are ``stride`` pixels
     apart, which may be fractional. The first position is half a stride away from the corner.
     """
-    x, y = (
-        (np.arange(length, dtype=np.float32) + 0.5) / np.float32(stride) - np.float32(0.5)
-        for length in (image.shape[1], image.shape[0])
+
+    def to_positions(length: int) -> npt.NDArray[np.float32]:
+        """Returns the fractional index in the feature map of each pixel of a side."""
+        pixels = np.arange(length, dtype=np.float32)
+        return (pixels + 0.5) / np.float32(stride) - np.float32(0.5)
+
+    height, width = image.shape[:2]
+    columns, rows = np.meshgrid(to_positions(width), to_positions(height))
+    interpolated = cv2.remap(
+        np.asarray(values, dtype=np.float32),
+        columns,
+        rows,
+        cv2.INTER_LINEAR,
+        borderMode=cv2.BORDER_REPLICATE,  # the outermost values continue to the border
     )
-    columns, rows = np.meshgrid(x, y)
-    # Replicates the outermost values at the border.
-    small, edge = np.asarray(values, dtype=np.float32), cv2.BORDER_REPLICATE
-    smooth = cv2.remap(small, columns, rows, cv2.INTER_LINEAR, borderMode=edge)
-    colored = matplotlib.colormaps["viridis"](np.clip(smooth / high, 0, 1), bytes=True)[..., :3]
-    grey = cv2.cvtColor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
-    mixed = cv2.addWeighted(np.ascontiguousarray(colored), 0.65, grey, 0.35, 0)
+    colormap = matplotlib.colormaps["viridis"]
+    colored = colormap(np.clip(interpolated / high, 0, 1), bytes=True)[..., :3]
+    gray = cv2.cvtColor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
+    mixed = cv2.addWeighted(np.ascontiguousarray(colored), 0.65, gray, 0.35, 0)
     return np.asarray(mixed, dtype=np.uint8)
 
 
 def tile_images(images: Sequence[RGBImage], *, columns: int) -> RGBImage:
     """Tiles images of any sizes row by row. Each image is centered in a cell of the same size."""
     columns = min(columns, len(images))
-    rows = -(-len(images) // columns)
-    step = np.max([image.shape[:2] for image in images], axis=0) + 2 * _GAP
-    sheet = np.full((*(step * (rows, columns) - 2 * _GAP), 3), BACKGROUND, dtype=np.uint8)
+    rows = math.ceil(len(images) / columns)
+    cell_height = max(image.shape[0] for image in images)
+    cell_width = max(image.shape[1] for image in images)
+    step_y = cell_height + 2 * _GAP
+    step_x = cell_width + 2 * _GAP
+    size = (rows * step_y - 2 * _GAP, columns * step_x - 2 * _GAP, 3)
+    sheet = np.full(size, BACKGROUND, dtype=np.uint8)
     for index, image in enumerate(images):
-        place = step * divmod(index, columns)
-        top, left = place + (step - 2 * _GAP - image.shape[:2]) // 2
-        sheet[top:, left:][: image.shape[0], : image.shape[1]] = image
+        row, column = divmod(index, columns)
+        height, width = image.shape[:2]
+        top = row * step_y + (cell_height - height) // 2
+        left = column * step_x + (cell_width - width) // 2
+        sheet[top : top + height, left : left + width] = image
     return sheet
 
 
 def add_heading(image: RGBImage, text: str) -> RGBImage:
     """Adds a line of text above an image (H, W, 3), in a smaller font if it is long."""
-    width = image.shape[1]
-    size = max(12, min(20, round(min(image.shape[:2]) / 28)))
-    strip = PIL.Image.new("RGB", (width, round(1.6 * size)), BACKGROUND)
-    pen, middle = PIL.ImageDraw.Draw(strip), 0.8 * size
-    while size > 9 and pen.textlength(text, font=get_font(size)) > width - 8:
-        size -= 1
-    pen.text((4, middle), text, font=get_font(size), fill=HEADING, anchor="lm")
+    height, width = image.shape[:2]
+    font_size = max(12, min(20, round(min(height, width) / 28)))  # pixels
+    strip = PIL.Image.new("RGB", (width, round(1.6 * font_size)), BACKGROUND)
+    middle = 0.8 * font_size
+    pen = PIL.ImageDraw.Draw(strip)
+    while font_size > 9 and pen.textlength(text, font=get_font(font_size)) > width - 8:
+        font_size -= 1
+    pen.text((4, middle), text, font=get_font(font_size), fill=_HEADING_COLOR, anchor="lm")
     return np.concatenate([np.asarray(strip), image])

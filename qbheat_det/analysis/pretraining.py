@@ -7,6 +7,7 @@ subtracts the mean over channels from each feature vector.
 """
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, pstdev
@@ -26,24 +27,24 @@ from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone, get_enco
 from qbheat_det.modeling.pretrain import ReconstructionModel
 from qbheat_det.probing import find_feature
 from qbheat_det.probing.features import recalibrate_bn
+from qbheat_det.tasks import DETECTION, PRETRAINING
 
 from . import plotting
 from .attention import batch_images, crop_squares, find_size
 from .figures import Figure, Image, NotApplicable, Table
 from .run import Entries, FigureOptions, Run, run_on_images
 
-_GREY = 128
-_NORMALIZED = "Each masked patch has the image's mean and contrast."
-_RECONSTRUCTIONS = (
+_MASK_VALUE = 128  # of masked pixels in the figure
+_MIN_CELL_SIDE = 160  # of an image in the figure, in pixels
+_RECONSTRUCTION_EXPLANATION = (
     "Masked pixels are gray. Losses are mean squared errors over masked patches. For normalized "
     "patches, predicting zero costs about 1.",
 )
-_TITLE = "Spatial correlation of feature maps"
-_NUM_IMAGES = 64
-_PAPER_SIZE = 224
-_BINS = 24
-_ROUNDING = 1e-6  # relative
-_CORRELATION = (
+_NUM_CORRELATED_IMAGES = 64
+_PAPER_IMAGE_SIDE = 224
+_NUM_BINS = 24
+_ROUNDING_ERROR = 1e-6  # of a norm, relative
+_CORRELATION_EXPLANATION = (
     "The spatial correlation of an image is the mean |correlation| over channels of two different "
     "positions of the encoder's map. It is 1 if all positions are equal up to sign and scale. "
     "Dotted lines are the control: untrained encoders, with BatchNorm statistics of these images. "
@@ -73,33 +74,44 @@ def reconstruct_images(
     model: ReconstructionModel, entries: Entries, *, pixel_format: str
 ) -> Reconstructions:
     """Reconstructs images from each kind of view. Successive images show different quarters."""
-    inputs = [plotting.to_rgb(entry["image"], pixel_format).astype(np.uint8) for entry in entries]
-    columns: dict[str, list[RGBImage]] = {"input": inputs}
+    images = [plotting.to_rgb(entry["image"], pixel_format).astype(np.uint8) for entry in entries]
+    columns: dict[str, list[RGBImage]] = {"input": images}
     losses: dict[str, list[dict[str, Any]]] = {}
     for view, quadrants in model.views.items():
-        places = [quadrants[i % len(quadrants)] for i in range(len(inputs)) if quadrants]
-        outputs = model(entries, places) if quadrants else model(entries)
-        shown, completed, losses[view] = [], [], []
-        for image, output in zip(inputs, outputs, strict=True):
+        if quadrants:
+            outputs = model(entries, [quadrants[i % len(quadrants)] for i in range(len(images))])
+        else:
+            outputs = model(entries)
+        masked = []
+        completed = []
+        losses[view] = []
+        for image, output in zip(images, outputs, strict=True):
             visible = output["visible"].cpu().numpy()[..., None]
-            shown.append(np.where(visible, image, np.uint8(_GREY)))
-            made = np.rint(plotting.to_rgb(output["reconstruction"], pixel_format).clip(0, 255))
-            completed.append(np.where(visible, image, made.astype(np.uint8)))
-            place = {"place": output["place"]} if quadrants else {}
-            losses[view].append({**place, "loss": float(output["loss_reconstruction"])})
-        columns[f"visible {view}"] = shown
+            masked.append(np.where(visible, image, np.uint8(_MASK_VALUE)))
+            reconstruction = plotting.to_rgb(output["reconstruction"], pixel_format)
+            reconstruction = np.rint(reconstruction.clip(0, 255)).astype(np.uint8)
+            completed.append(np.where(visible, image, reconstruction))
+            row: dict[str, Any] = {}
+            if quadrants:
+                row["place"] = output["place"]
+            row["loss"] = float(output["loss_reconstruction"])
+            losses[view].append(row)
+        columns[f"visible {view}"] = masked
         columns[f"from the {view}"] = completed
-    means = {view: fmean(row["loss"] for row in rows) for view, rows in losses.items()}
-    note = _NORMALIZED if model.loss.normalize_patches else ""
-    return Reconstructions(columns, losses, means, note)
+    mean_losses = {view: fmean(row["loss"] for row in rows) for view, rows in losses.items()}
+    note = ""
+    if model.loss.normalize_patches:
+        note = "Each masked patch has the image's mean and contrast."
+    return Reconstructions(columns, losses, mean_losses, note)
 
 
 def draw_reconstructions(runs: Sequence[Run], options: FigureOptions) -> Figure:
     """Draws one grid per run: input, visible part and reconstruction of each view."""
 
     def compute(run: Run, files: list[str]) -> Reconstructions:
-        run.require_kind("pretraining")
-        if not isinstance(model := run.model, ReconstructionModel):
+        run.require_task(PRETRAINING)
+        model = run.model
+        if not isinstance(model, ReconstructionModel):
             raise NotApplicable(f"{type(model).__name__} has no decoder to pixels")
         entries = crop_squares(run.cfg, files)
         torch.manual_seed(0)  # so that every run has the same random masks
@@ -107,30 +119,48 @@ def draw_reconstructions(runs: Sequence[Run], options: FigureOptions) -> Figure:
             return reconstruct_images(model, entries, pixel_format=run.cfg.INPUT.FORMAT)
 
     results = run_on_images(runs, compute, options, nothing="no reconstructions")
-    found = results.found
-    views = list(dict.fromkeys(view for one in found.values() for view in one.losses))
-    data, rows = {}, []
-    for label, one in found.items():
-        data[label] = {"losses": one.losses, "mean_losses": one.mean_losses, "note": one.note}
-        means = one.mean_losses
-        rows.append((label, *(f"{means[view]:.3f}" if view in means else "-" for view in views)))
-    images = {f"grid_{i}": _draw_grid(*run) for i, run in enumerate(found.items(), 1)}
-    table = Table(("Mean loss of these images", *(f"from the {view}" for view in views)), rows)
+    # The views of all runs, each once, in the order of the runs.
+    views = list(
+        dict.fromkeys(view for result in results.by_label.values() for view in result.losses)
+    )
+    images = {}
+    data = {}
+    rows = []
+    for index, (label, result) in enumerate(results.by_label.items(), start=1):
+        images[f"grid_{index}"] = _draw_grid(label, result)
+        data[label] = {
+            "losses": result.losses,
+            "mean_losses": result.mean_losses,
+            "note": result.note,
+        }
+        cells = []
+        for view in views:
+            if view in result.mean_losses:
+                cells.append(f"{result.mean_losses[view]:.3f}")
+            else:
+                cells.append("-")
+        rows.append((label, *cells))
     return results.draw(
-        "reconstructions", "Reconstructions", _RECONSTRUCTIONS, images, table, runs=data
+        "reconstructions",
+        "Reconstructions",
+        _RECONSTRUCTION_EXPLANATION,
+        images,
+        Table(("Mean loss of these images", *(f"from the {view}" for view in views)), rows),
+        runs=data,
     )
 
 
-def _draw_grid(label: str, made: Reconstructions) -> Image:
-    """Draws one row per image, with the columns of ``made.columns``."""
-    # At least 160 pixels wide, without smoothing.
-    factor = max(1, -(-160 // len(next(iter(made.columns.values()))[0])))
-    rows = [
-        [image.repeat(factor, axis=0).repeat(factor, axis=1) for image in images]
-        for images in zip(*made.columns.values(), strict=True)
-    ]
-    chart = plotting.plot_grid(rows, column_names=list(made.columns), note=made.note)
-    caption = f"{label}: images, visible parts, and predictions.".removeprefix(": ")
+def _draw_grid(label: str, reconstructions: Reconstructions) -> Image:
+    """Draws one row per image, with the columns of ``reconstructions.columns``."""
+    columns = reconstructions.columns
+    side = len(columns["input"][0])
+    factor = max(1, math.ceil(_MIN_CELL_SIDE / side))
+    rows = []
+    for images in zip(*columns.values(), strict=True):
+        # Small images are enlarged without smoothing.
+        rows.append([image.repeat(factor, axis=0).repeat(factor, axis=1) for image in images])
+    chart = plotting.plot_grid(rows, column_names=list(columns), note=reconstructions.note)
+    caption = f"{label}: images, visible parts, and predictions."
     return plotting.chart_image(chart, caption=caption, format="jpg")
 
 
@@ -141,34 +171,37 @@ def measure_spatial_correlation(features: Tensor) -> Tensor:
     positions. A position whose features are equal in all channels has correlation 0. Raises
     ``NotApplicable`` if feature maps have only one position.
     """
-    vectors = features.float().flatten(2).transpose(1, 2)
-    centred = vectors - vectors.mean(dim=-1, keepdim=True)
-    # For constant features, only rounding errors remain, which are set to 0.
-    differ = centred.norm(dim=-1, keepdim=True) > _ROUNDING * vectors.norm(dim=-1, keepdim=True)
-    vectors = F.normalize(centred * differ, dim=-1)
-    positions = vectors.shape[1]
-    if positions < 2:
-        raise NotApplicable(f"correlation needs two positions of a map, but there is {positions}")
-    correlations = (vectors @ vectors.transpose(1, 2)).abs()
-    off_diagonal = correlations.sum(dim=(1, 2))
-    off_diagonal = off_diagonal - correlations.diagonal(dim1=1, dim2=2).sum(dim=1)
-    return (off_diagonal / (positions * (positions - 1))).clamp(0.0, 1.0)
+    vectors = features.float().flatten(2).transpose(1, 2)  # (N, P, C), P = H * W positions
+    num_positions = vectors.shape[1]
+    if num_positions < 2:
+        raise NotApplicable(
+            f"correlation needs two positions of a map, but there is {num_positions}"
+        )
+    centered = vectors - vectors.mean(dim=-1, keepdim=True)
+    # If all channels are equal, centering leaves only rounding errors, which are set to 0.
+    min_norm = _ROUNDING_ERROR * vectors.norm(dim=-1, keepdim=True)
+    centered = centered * (centered.norm(dim=-1, keepdim=True) > min_norm)
+    unit_vectors = F.normalize(centered, dim=-1)
+    correlations = (unit_vectors @ unit_vectors.transpose(1, 2)).abs()  # (N, P, P)
+    total = correlations.sum(dim=(1, 2))
+    total = total - correlations.diagonal(dim1=1, dim2=2).sum(dim=1)  # without equal positions
+    return (total / (num_positions * (num_positions - 1))).clamp(0.0, 1.0)
 
 
 @dataclass(frozen=True)
 class _Correlation:
-    """The spatial correlation of each image, for the encoder of one run."""
+    """The spatial correlation of each image in a feature map of one run's encoder."""
 
-    map: str
+    map: str  # name of the feature map
     values: list[float]
-    is_control: bool
+    is_control: bool  # the encoder is untrained
 
 
 def draw_correlation(
     runs: Sequence[Run],
     options: FigureOptions,
     *,
-    correlated_images: int = _NUM_IMAGES,
+    correlated_images: int = _NUM_CORRELATED_IMAGES,
     map: str | None = None,
 ) -> Figure:
     """Draws histograms of spatial correlation, one chart per feature map and one line per run.
@@ -176,42 +209,65 @@ def draw_correlation(
     ``map`` is the name of the feature map. None uses the coarsest map of a detector's encoder, and
     the map ``in_feature`` of other models.
     """
-    side = find_size(runs, _PAPER_SIZE)
+    side = find_size(runs, _PAPER_IMAGE_SIDE)
+
+    def compute(run: Run, files: Sequence[str]) -> _Correlation:
+        return _correlate(run, map, files, side)
+
     results = run_on_images(
         runs,
-        lambda run, files: _correlate(run, map, files, side),
+        compute,
         replace(options, num_images=correlated_images),
         nothing="no spatial correlation",
     )
-    found = results.found
-    note = f"{len(results.files):,} images, the center square of each at {side} pixels."
-    images = {}
-    for name in dict.fromkeys(one.map for one in found.values()):
-        chart = plot_histograms({k: one for k, one in found.items() if one.map == name}, name)
-        caption = f"Spatial correlation of the map {name}. Triangles are means."
-        images[f"histograms_{name}"] = plotting.chart_image(chart, caption=caption)
+    by_map: dict[str, dict[str, _Correlation]] = {}
     rows = []
-    for label, one in found.items():
-        means = (f"{fmean(one.values):.3f}", f"{pstdev(one.values):.3f}")
-        rows.append((label, one.map, *means, "untrained" if one.is_control else ""))
-    table = Table(("Run", "map", "mean", "standard deviation", "control"), rows)
-    data = {k: asdict(one) for k, one in found.items()}
-    text = (*_CORRELATION, note)
-    return results.draw("correlation", _TITLE, text, images, table, size=side, runs=data)
+    for label, correlation in results.by_label.items():
+        by_map.setdefault(correlation.map, {})[label] = correlation
+        mean = f"{fmean(correlation.values):.3f}"
+        deviation = f"{pstdev(correlation.values):.3f}"
+        control = "untrained" if correlation.is_control else ""
+        rows.append((label, correlation.map, mean, deviation, control))
+    images = {}
+    for name, correlations in by_map.items():
+        caption = f"Spatial correlation of the map {name}. Triangles are means."
+        images[f"histograms_{name}"] = plotting.chart_image(
+            plot_histograms(correlations, name), caption=caption
+        )
+    note = f"{len(results.files):,} images, the center square of each at {side} pixels."
+    return results.draw(
+        "correlation",
+        "Spatial correlation of feature maps",
+        (*_CORRELATION_EXPLANATION, note),
+        images,
+        Table(("Run", "map", "mean", "standard deviation", "control"), rows),
+        size=side,
+        runs={label: asdict(correlation) for label, correlation in results.by_label.items()},
+    )
 
 
 @plotting.themed
-def plot_histograms(found: Mapping[str, _Correlation], name: str) -> Chart:
-    """Draws one histogram per run with common bins, and marks the means."""
-    figure, axes = plotting.start_chart(height=3.4 + 0.2 * len(found))
-    edges = np.histogram_bin_edges(np.concatenate([v.values for v in found.values()]), bins=_BINS)
-    styles = plotting.list_styles(len(found))
-    for (label, one), style in zip(found.items(), styles, strict=True):
-        dash = ":" if one.is_control else style["linestyle"]
-        shares = 100 * np.histogram(one.values, bins=edges)[0] / len(one.values)
-        mean = fmean(one.values)
-        text = f"{plotting.to_text(label)}: mean {mean:.3f}, {len(one.values):,} images"
-        axes.stairs(shares, edges, color=style["color"], ls=dash, lw=1.8, label=text)
+def plot_histograms(correlations: Mapping[str, _Correlation], name: str) -> Chart:
+    """Draws one histogram per run with common bins, and marks the means.
+
+    ``name`` is the name of the feature map.
+    """
+    figure, axes = plotting.start_chart(height=3.4 + 0.2 * len(correlations))
+    all_values = np.concatenate([correlation.values for correlation in correlations.values()])
+    edges = np.histogram_bin_edges(all_values, bins=_NUM_BINS)
+    styles = plotting.list_styles(len(correlations))
+    for style, (label, correlation) in zip(styles, correlations.items(), strict=True):
+        values = correlation.values
+        shares = 100 * np.histogram(values, bins=edges)[0] / len(values)
+        mean = fmean(values)
+        axes.stairs(
+            shares,
+            edges,
+            color=style["color"],
+            ls=":" if correlation.is_control else style["linestyle"],
+            lw=1.8,
+            label=f"{plotting.to_text(label)}: mean {mean:.3f}, {len(values):,} images",
+        )
         axes.plot(mean, 0, marker=CARETUPBASE, ms=8, color=style["color"], zorder=3)
     axes.set_ylim(bottom=0)
     axes.set_title(f"Spatial correlation of the map {name}")
@@ -221,24 +277,31 @@ def plot_histograms(found: Mapping[str, _Correlation], name: str) -> Chart:
     return figure
 
 
-def _correlate(run: Run, wanted: str | None, files: Sequence[str], size: int) -> _Correlation:
+def _correlate(run: Run, map_name: str | None, files: Sequence[str], size: int) -> _Correlation:
     backbone = get_backbone(run.model)
     if backbone is None:
         raise NotApplicable(f"{type(run.model).__name__} has no backbone")
     encoder = get_encoder(backbone)
-    if wanted is None and run.kind != "detector":
+    is_detector = run.task is DETECTION
+    if map_name is None and not is_detector:
         name = cast(FixedSizeModel, run.model).in_feature
-    else:  # by default, the coarsest feature map of a detector
-        name = find_feature(encoder, wanted or "")
+    else:
+        name = find_feature(encoder, map_name or "")  # by default the coarsest feature map
     entries = crop_squares(run.cfg, files, size)
     info = info_of(str(run.weights))
-    untrained = info is not None and info.iteration <= 0 and run.kind != "detector"
-    if untrained and any(isinstance(module, BN_MODULE_TYPES) for module in encoder.modules()):
-        encoder, keys = copy.deepcopy(encoder), run.cfg.MODEL
-        images = [entry["image"] for entry in entries]
-        recalibrate_bn(encoder, images, pixel_mean=keys.PIXEL_MEAN, pixel_std=keys.PIXEL_STD)
-    batches = batch_images(run.model, entries, f"correlation, {run.label}")
+    is_untrained = info is not None and info.iteration <= 0 and not is_detector
+    has_batch_norm = any(isinstance(module, BN_MODULE_TYPES) for module in encoder.modules())
+    if is_untrained and has_batch_norm:
+        encoder = copy.deepcopy(encoder)
+        recalibrate_bn(
+            encoder,
+            [entry["image"] for entry in entries],
+            pixel_mean=run.cfg.MODEL.PIXEL_MEAN,
+            pixel_std=run.cfg.MODEL.PIXEL_STD,
+        )
+    encoder.eval()
+    correlations = []
     with torch.no_grad():
-        encoder.eval()
-        found = [measure_spatial_correlation(encoder(images)[name]) for images in batches]
-    return _Correlation(name, torch.cat(found).tolist(), untrained)
+        for images in batch_images(run.model, entries, f"correlation, {run.label}"):
+            correlations.append(measure_spatial_correlation(encoder(images)[name]))
+    return _Correlation(name, torch.cat(correlations).tolist(), is_untrained)

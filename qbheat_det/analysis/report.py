@@ -28,6 +28,7 @@ from .run import FigureOptions, Run
 
 logger = logging.getLogger(__name__)
 _UNKNOWN = "unknown"
+_NUMBER = re.compile(r"[-\u2212+]?\.?\d")  # the start of a number; U+2212 is the minus sign
 _LEAD = (
     "Figures of trained models side by side. The folder beside this page has each image as a file, "
     "and the numbers behind it as JSON."
@@ -82,14 +83,15 @@ def build_report(
     write = functools.partial(write_page, output, title, lead, describe_runs(runs), command=command)
     check_writable(folder / "curves.json")
     write(list(results.values()))
-    for name in load_figures():  # left by an earlier report
-        remove_figure(name, folder)
+    for name in load_figures():
+        remove_figure(name, folder)  # of an earlier report
     with tqdm(names, unit="figure", disable=None) as bar:
         for name in bar:
             bar.set_postfix_str(name)
-            results[name] = _draw(name, runs, options, keywords.get(name, {}))
-            if (figure := results[name].figure) is not None:
-                write_figure(figure, folder)
+            result = _draw(name, runs, options, keywords.get(name, {}))
+            results[name] = result
+            if result.figure is not None:
+                write_figure(result.figure, folder)
             write(list(results.values()))
     return list(results.values())
 
@@ -111,15 +113,23 @@ def describe_runs(runs: Iterable[Run]) -> Table:
     rows = []
     for run in runs:
         last = max(run.metrics, key=lambda record: record["iteration"], default={})
-        number = f"{int(last['iteration']) + 1:,}" if last else _UNKNOWN
-        epochs = f"{last['epoch']:.1f}" if "epoch" in last else _UNKNOWN
-        weights = kind = model = backbone = _UNKNOWN
+        steps = _UNKNOWN
+        if last:
+            steps = f"{int(last['iteration']) + 1:,}"
+        epochs = _UNKNOWN
+        if "epoch" in last:
+            epochs = f"{last['epoch']:.1f}"
+        weights = _UNKNOWN
         with contextlib.suppress(NotApplicable, UserError):
             weights = run.weights.name
+        kind = _UNKNOWN
+        model = _UNKNOWN
+        backbone = _UNKNOWN
         with contextlib.suppress(NotApplicable, UserError):
-            kind, model = run.kind, run.cfg.MODEL.META_ARCHITECTURE
+            kind = run.task.name
+            model = run.cfg.MODEL.META_ARCHITECTURE
             backbone = run.cfg.MODEL.BACKBONE.NAME
-        rows.append((run.label, kind, model, backbone, weights, number, epochs))
+        rows.append((run.label, kind, model, backbone, weights, steps, epochs))
     return Table(("Run", "For", "Model", "Backbone", "Weights", "Steps", "Epochs"), rows)
 
 
@@ -135,7 +145,8 @@ def write_page(
     """Writes all figures, the table of runs, and the reasons of missing figures."""
     sections = [result.figure for result in results if result.figure is not None]
     sections.append(Figure("runs", "Runs", table=runs))
-    if missing := [(result.name, result.reason) for result in results if result.figure is None]:
+    missing = [(result.name, result.reason) for result in results if result.figure is None]
+    if missing:
         table = Table(("Figure", "Reason"), missing)
         sections.append(Figure("missing", "Missing figures", table=table))
     text = _load_template().render(title=title, lead=lead, sections=sections, command=command)
@@ -157,10 +168,9 @@ def _to_data_uri(image: Image) -> str:
 
 
 def _find_text_columns(table: Table) -> set[int]:
-    """Returns the columns without numbers, which are left-aligned."""
-    columns = zip(*table.rows, strict=True)
-    return {
-        index
-        for index, cells in enumerate(columns)
-        if not any(re.match(r"[-\u2212+]?\.?\d", cell) for cell in cells)
-    }
+    """Returns the indices of the columns without numbers, which are left-aligned."""
+    text_columns = set()
+    for index, cells in enumerate(zip(*table.rows, strict=True)):
+        if not any(_NUMBER.match(cell) for cell in cells):
+            text_columns.add(index)
+    return text_columns

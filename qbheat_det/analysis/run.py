@@ -27,21 +27,19 @@ from qbheat_det.data import (
     read_split,
     register_source,
 )
-from qbheat_det.engine.resume import RUN_FILE, name_last_checkpoint, read_run_record
-from qbheat_det.engine.run_flags import find_job
+from qbheat_det.engine.run_record import RUN_FILE, name_last_checkpoint, read_run_record
 from qbheat_det.inference.predict import build_predictor
+from qbheat_det.tasks import Task, find_task
 
 from .figures import Figure, Image, NotApplicable, Table
 
 logger = logging.getLogger(__name__)
-Kind = Literal["pretraining", "detector", "classifier"]
 Split = Literal["test", "train"]
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 Entries = list[dict[str, Any]]
 
-_KINDS: dict[str, Kind] = {"boxes": "detector", "classes": "classifier", "images": "pretraining"}
 _FINAL = ("model_final.safetensors", "model_final.pth")
-_MAX_TRIED = 10  # consecutive unreadable images before a position is skipped
+_MAX_ATTEMPTS = 10  # records that are tried in the place of an unreadable one
 _RUN_FILES = ("config.yaml", "metrics.json", "last_checkpoint", *_FINAL)
 
 
@@ -72,17 +70,19 @@ class Run:
         """
         if "://" in str(path):
             address = str(path)
-            path, label = local_weights(address), label or address.partition("://")[2]
-        given = Path(path)
-        if not given.exists():
-            raise UserError(f"'{given}' does not exist: name an OUTPUT_DIR or a checkpoint")
-        if given.is_dir():
-            name, folder, checkpoint = given.resolve().name, given, _find_checkpoint(given)
-        elif given.suffix in (".safetensors", ".pth"):
-            name, folder, checkpoint = f"{given.resolve().parent.name}/{given.stem}", None, given
-        else:
-            raise UserError(f"'{given}' is neither a run's folder nor a checkpoint")
-        return cls(label or name, given, folder, checkpoint, device)
+            path = local_weights(address)
+            if not label:
+                label = address.partition("://")[2]
+        path = Path(path)
+        if not path.exists():
+            raise UserError(f"'{path}' does not exist: name an OUTPUT_DIR or a checkpoint")
+        if path.is_dir():
+            name = path.resolve().name
+            return cls(label or name, path, path, _find_checkpoint(path), device)
+        if path.suffix in (".safetensors", ".pth"):
+            name = f"{path.resolve().parent.name}/{path.stem}"
+            return cls(label or name, path, None, path, device)
+        raise UserError(f"'{path}' is neither a run's folder nor a checkpoint")
 
     @property
     def weights(self) -> Path:
@@ -94,9 +94,11 @@ class Run:
     @cached_property
     def cfg(self) -> CfgNode:
         """The config. ``MODEL.WEIGHTS`` and ``OUTPUT_DIR`` are set to the current paths."""
-        weights, file = str(self.checkpoint or ""), (self.folder or Path()) / "config.yaml"
-        config_file = str(file) if self.folder and file.is_file() else None
-        if not (weights or config_file):
+        weights = str(self.checkpoint or "")
+        config_file = None
+        if self.folder is not None and (self.folder / "config.yaml").is_file():
+            config_file = str(self.folder / "config.yaml")
+        if not weights and config_file is None:
             raise UserError(f"'{self.folder}' has neither a config.yaml nor a checkpoint")
         cfg = load_run_config(weights, config_file, device=self.device)
         if self.folder is not None:
@@ -106,25 +108,29 @@ class Run:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The records of ``metrics.json``. Empty for a checkpoint, or if the file is missing."""
-        path = self.folder / "metrics.json" if self.folder is not None else None
-        return read_metrics(path) if path is not None and path.is_file() else []
+        if self.folder is None:
+            return []
+        path = self.folder / "metrics.json"
+        if not path.is_file():
+            return []
+        return read_metrics(path)
 
     @cached_property
     def model(self) -> nn.Module:
         """The model with the weights, frozen and in evaluation mode, on ``MODEL.DEVICE``."""
-        _ = self.weights
+        _ = self.weights  # raises if there is no checkpoint
         model: nn.Module = build_predictor(self.cfg).model
         return model.eval().requires_grad_(False)
 
     @property
-    def kind(self) -> Kind:
+    def task(self) -> Task:
         """The task of the model. Raises the errors of ``cfg``."""
-        return _KINDS[find_job(self.cfg)]
+        return find_task(self.cfg)
 
-    def require_kind(self, kind: Kind) -> None:
-        """Raises ``NotApplicable`` if the task of the model is not ``kind``."""
-        if self.kind != kind:
-            raise NotApplicable(f"'{self.label}' is a {self.kind} run, not a {kind} run")
+    def require_task(self, task: Task) -> None:
+        """Raises ``NotApplicable`` if the run is for another task."""
+        if self.task is not task:
+            raise NotApplicable(f"'{self.label}' is a {self.task.name} run, not a {task.name} run")
 
     def find_set(self, split: Split) -> str:
         """Registers the run's first dataset of a split (see ``run.json``), and returns its name.
@@ -134,24 +140,36 @@ class Run:
         names = self.cfg.DATASETS.TEST if split == "test" else self.cfg.DATASETS.TRAIN
         if not names:
             raise NotApplicable(f"'{self.label}' has no {split} set: use --images")
-        name = str(names[0])
-        folder = self.folder or self.weights.parent
         try:
-            starts = read_run_record(folder / RUN_FILE)
-            if content := starts[-1].get("data", {}).get(name) if starts else None:
-                source = Source.from_json(content, f"'{folder / RUN_FILE}': data of '{name}'")
-                name = f"{name} of {folder.resolve()}"  # see ``find_detections``
-                keep = None
-                if part := source.split_part:  # beside run.json, whose folder may have moved
-                    keep = frozenset(read_split(folder / SPLIT_FILE)[part])
-                if name not in DatasetCatalog:
-                    register_source(name, source, keep=keep)
-            if name not in DatasetCatalog:
-                raise UserError(f"'{name}' is not registered")
+            name = self._register_set(str(names[0]))
             DatasetCatalog.get(name)  # raises if files are missing
         except (UserError, OSError) as error:
-            text = f"the {split} set of '{self.label}' cannot be read ({error}): use --images"
-            raise NotApplicable(text) from error
+            raise NotApplicable(
+                f"the {split} set of '{self.label}' cannot be read ({error}): use --images"
+            ) from error
+        return name
+
+    def _register_set(self, name: str) -> str:
+        """Registers a dataset with the files in ``run.json``. Returns the registered name.
+
+        If ``run.json`` does not list the dataset, it must be registered already.
+        """
+        folder = self.folder or self.weights.parent
+        starts = read_run_record(folder / RUN_FILE)
+        content = None
+        if starts:
+            content = starts[-1].get("data", {}).get(name)
+        if content:
+            source = Source.from_json(content, f"'{folder / RUN_FILE}': data of '{name}'")
+            name = f"{name} of {folder.resolve()}"  # ``find_detections`` removes the folder again
+            kept_images = None
+            if source.split_part:
+                # The split file is beside run.json, whose folder may have been moved.
+                kept_images = frozenset(read_split(folder / SPLIT_FILE)[source.split_part])
+            if name not in DatasetCatalog:
+                register_source(name, source, keep=kept_images)
+        if name not in DatasetCatalog:
+            raise UserError(f"'{name}' is not registered")
         return name
 
     def find_detections(self, name: str) -> Path | None:
@@ -163,10 +181,12 @@ class Run:
             return None
         name = name.removesuffix(f" of {self.folder.resolve()}")
         path = self.folder / "inference" / name / "coco_instances_results.json"
-        is_last = self.checkpoint.name in _FINAL and path.is_file()
+        if self.checkpoint.name not in _FINAL or not path.is_file():
+            return None
         # Runs evaluate before they save, so newer detections may belong to other weights.
-        is_own = is_last and path.stat().st_mtime <= self.checkpoint.stat().st_mtime
-        return path if is_own else None
+        if path.stat().st_mtime > self.checkpoint.stat().st_mtime:
+            return None
+        return path
 
     def load_images(self, number: int, images: Path | None = None) -> tuple[Entries, list[str]]:
         """Calls ``read_spread`` on the folder ``images`` or the run's dataset.
@@ -175,17 +195,20 @@ class Run:
         ``NotApplicable`` if there is no dataset, and a ``UserError`` if no image can be read.
         """
         if images is not None:
-            records, source = load_image_folders([images])[0], f"'{images}'"
+            records = load_image_folders([images])[0]
+            source = f"'{images}'"
         else:
             try:
                 name = self.find_set("test")
             except NotApplicable:
                 name = self.find_set("train")
-            records, source = DatasetCatalog.get(name), f"the dataset '{name}'"
-        found = read_spread(records, build_mapper(self.cfg, is_train=False), number)
-        if not found[0]:
+            records = DatasetCatalog.get(name)
+            source = f"the dataset '{name}'"
+        mapper = build_mapper(self.cfg, is_train=False)
+        entries, unreadable = read_spread(records, mapper, number)
+        if not entries:
             raise UserError(f"{source} has no readable image")
-        return found
+        return entries, unreadable
 
 
 def read_spread(
@@ -193,36 +216,43 @@ def read_spread(
 ) -> tuple[Entries, list[str]]:
     """Returns up to ``number`` mapped records, spaced evenly over all records.
 
-    Records that the mapper cannot read are replaced by the next one that it can read. Their file
-    names are the second result.
+    A record that the mapper cannot read is replaced by one of the next records. The second result
+    has the file names of the unreadable records.
     """
-    number, end = min(number, len(records)), 0
-    entries, unreadable = [], []
-    for index in range(number):
-        start = max(end, index * len(records) // number)
-        for end in range(start + 1, min(start + _MAX_TRIED, len(records)) + 1):
+    number = min(number, len(records))
+    entries: Entries = []
+    unreadable: list[str] = []
+    next_index = 0  # of the records that have not been tried yet
+    for position in range(number):
+        start = max(next_index, position * len(records) // number)
+        for index in range(start, min(start + _MAX_ATTEMPTS, len(records))):
+            next_index = index + 1
             try:
-                entry = mapper(dict(records[end - 1]))
+                entry = mapper(dict(records[index]))
             except UserError:
                 entry = None
             if isinstance(entry, dict):
                 entries.append(entry)
                 break
-            unreadable.append(str(records[end - 1]["file_name"]))
+            unreadable.append(str(records[index]["file_name"]))
     return entries, unreadable
 
 
 def open_runs(paths: Sequence[str], *, device: str | None = None) -> list[Run]:
     """Opens runs with unique labels, see ``Run.open``. ``LABEL=PATH`` sets a label."""
-    runs, unnamed = [], []
-    for path in paths:
-        label, equals, behind = path.partition("=")
-        if not equals or Path(path).exists():
-            label, behind = "", path
-        runs.append(Run.open(behind, label=label, device=device))
-        unnamed += [] if label else runs[-1:]
-    names = [run.label for run in unnamed]
-    for run in unnamed:
+    runs = []
+    unlabelled = []  # the runs whose labels are the names of their files
+    for argument in paths:
+        label, equals, path = argument.partition("=")
+        if not equals or Path(argument).exists():  # the path itself may contain "="
+            label = ""
+            path = argument
+        run = Run.open(path, label=label, device=device)
+        runs.append(run)
+        if not label:
+            unlabelled.append(run)
+    names = [run.label for run in unlabelled]
+    for run in unlabelled:
         if names.count(run.label) > 1:
             run.label = str(run.path)
     labels = [run.label for run in runs]
@@ -235,7 +265,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Reads the records of ``metrics.json``, one per line. Skips records without an iteration."""
     records = []
     for line in path.read_bytes().splitlines():
-        with contextlib.suppress(ValueError, RecursionError, TypeError, LookupError):  # broken
+        # A line may be broken, or its iteration may be missing or not a number.
+        with contextlib.suppress(ValueError, RecursionError, TypeError, LookupError):
             record = json.loads(line)
             if math.isfinite(record["iteration"]):
                 records.append(record)
@@ -245,8 +276,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _find_checkpoint(folder: Path) -> Path | None:
     if not any((folder / name).exists() for name in _RUN_FILES):
         raise UserError(f"'{folder}' is not a run's folder: it has no config.yaml or checkpoint")
-    names = filter(None, (*_FINAL, Path(name_last_checkpoint(folder)).name))
-    return next((folder / name for name in names if (folder / name).is_file()), None)
+    for name in (*_FINAL, Path(name_last_checkpoint(folder)).name):
+        if name and (folder / name).is_file():
+            return folder / name
+    return None
 
 
 @dataclass(frozen=True)
@@ -258,11 +291,11 @@ class FigureOptions:
 
 
 @dataclass(frozen=True)
-class RunResults(Generic[Found]):
-    """Results of several runs, and what was left out."""
+class RunResults(Generic[Result]):
+    """Results of several runs, and the runs and images that were left out."""
 
-    found: dict[str, Found]  # by label of the run
-    left_out: list[str]  # why other runs have no result
+    by_label: dict[str, Result]  # by the label of the run
+    left_out: list[str]  # the reasons why other runs have no result
     files: Sequence[str] = ()  # the images of all runs
     unreadable: Sequence[str] = ()  # images that were replaced by others
 
@@ -277,18 +310,19 @@ class RunResults(Generic[Found]):
         **data: Any,
     ) -> Figure:
         """Returns a figure. Its explanation also lists the runs and images that are left out."""
-        text = list(explanation)
+        paragraphs = list(explanation)
         if self.unreadable:
-            names = join_first(Path(name).name for name in self.unreadable)
-            text.append(f"Unreadable and replaced by the next image: {names}.")
-        text += [f"Left out: {'; '.join(self.left_out)}."] if self.left_out else []
+            names = join_first(Path(file).name for file in self.unreadable)
+            paragraphs.append(f"Unreadable and replaced by the next image: {names}.")
+        if self.left_out:
+            paragraphs.append(f"Left out: {'; '.join(self.left_out)}.")
         data = {"images": self.files, **data, "left_out": self.left_out}
-        return Figure(name, title, text, images, data, table)
+        return Figure(name, title, paragraphs, images, data, table)
 
 
 def run_each(
-    runs: Sequence[Run], compute: Callable[[Run], Found], *, nothing: str
-) -> RunResults[Found]:
+    runs: Sequence[Run], compute: Callable[[Run], Result], *, nothing: str
+) -> RunResults[Result]:
     """Calls a function for each run, and leaves out runs for which it fails.
 
     Raises:
@@ -296,30 +330,36 @@ def run_each(
             begins with ``nothing``, such as "no reconstructions".
         NotApplicable: all runs failed with ``NotApplicable``.
     """
-    found: dict[str, Found] = {}
-    left_out, errors = [], []
+    by_label: dict[str, Result] = {}
+    left_out = []
+    errors = []  # the reasons in ``left_out`` that are ``UserError``s
     for run in runs:
         try:
-            found[run.label] = compute(run)
-        except (NotApplicable, UserError) as reason:
-            text, label = str(reason), f"'{run.label}'"
-            left_out.append(text if label in text else f"{label}: {text}")
-            errors += [left_out[-1]] if isinstance(reason, UserError) else []
-    if not found:
+            by_label[run.label] = compute(run)
+        except (NotApplicable, UserError) as error:
+            reason = str(error)
+            if f"'{run.label}'" not in reason:
+                reason = f"'{run.label}': {reason}"
+            left_out.append(reason)
+            if isinstance(error, UserError):
+                errors.append(reason)
+    if not by_label:
         message = f"{nothing}: {'; '.join(left_out)}"
-        raise UserError(message) if errors else NotApplicable(message)
-    for error_text in errors:
-        logger.warning("left out: %s", error_text)
-    return RunResults(found, left_out)
+        if errors:
+            raise UserError(message)
+        raise NotApplicable(message)
+    for reason in errors:
+        logger.warning("left out: %s", reason)
+    return RunResults(by_label, left_out)
 
 
 def run_on_images(
     runs: Sequence[Run],
-    compute: Callable[[Run, list[str]], Found],
+    compute: Callable[[Run, list[str]], Result],
     options: FigureOptions,
     *,
     nothing: str,
-) -> RunResults[Found]:
+) -> RunResults[Result]:
     """Like ``run_each``, but ``compute`` also gets the paths of images, the same for all runs."""
     entries, unreadable = choose_images(runs, options.num_images, options.images)
     files = [str(entry["file_name"]) for entry in entries]
@@ -343,4 +383,6 @@ def choose_images(
         except (NotApplicable, UserError) as reason:
             reasons.append(str(reason))
     message = "; ".join(dict.fromkeys(reasons))
-    raise UserError(message) if folder else NotApplicable(message)
+    if folder is not None:
+        raise UserError(message)
+    raise NotApplicable(message)

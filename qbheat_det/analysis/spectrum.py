@@ -29,8 +29,8 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.pretrain import HeatPredictor
 from qbheat_det.modeling.pretrain.qb_heat import LinearModels
 
-from .figures import Figure, Image, NotApplicable, Table
-from .plotting import COLORS, QUIET, chart_image, start_figure, themed
+from .figures import Figure, NotApplicable, Table
+from .plotting import AXIS_COLOR, LINE_COLORS, chart_image, start_figure, themed
 from .run import FigureOptions, Run, run_each
 
 Models = Mapping[str, tuple[float, Mapping[str, Tensor]]]
@@ -40,13 +40,13 @@ AXES = {"A": ("A1", "A2"), "B": ("B1", "B2")}
 """The two opposite directions of each axis. A is horizontal, and B is vertical."""
 NAMES = tuple(name for pair in AXES.values() for name in pair)
 _PREFIX = "predictor."
-_EQUAL = 1e-6  # relative spread of magnitudes that is considered a rounding error
-_COLUMNS = {
+_CONTROL_COLOR = LINE_COLORS[-1]
+_ROUNDING_ERROR = 1e-6  # relative spread of magnitudes that are considered equal
+_COLUMNS = {  # from the key in a summary to (header, number format)
     "correlation": ("correlation of the scales' spectra", ".4f"),
     "commutator": ("commutator", ".3f"),
     "inverse_error": ("inverse error", ".3f"),
 }
-_TITLE = "Spectrum of the linear models"
 _EXPLANATION = (
     "Eigenvalues of A and B, which propagate features by z(x + Δx) = (I + Δx A) z(x). Rotated "
     "matrices, the control, also lie near the diagonal of Fig. 7 and have E(A)/E(B) near 1 (Table "
@@ -67,27 +67,37 @@ class Spectrum:
 
 def describe_models(models: Models) -> Spectrum:
     """Computes the spectra of the linear models of one or two scales."""
-    offsets = {scale: offset for scale, (offset, _) in models.items()}
-    matrices = {scale: found for scale, (_, found) in models.items()}
-    eigenvalues = {
-        scale: {name: _sort_eigenvalues(own[name]) / offsets[scale] for name in NAMES}
-        for scale, own in matrices.items()
-    }
-    magnitudes = [{name: own[name].abs() for name in NAMES} for own in eigenvalues.values()]
+    offsets = {}
+    eigenvalues = {}
+    magnitudes = {}
+    commutators = []
+    inverse_errors = []
     summary: dict[str, float] = {}
-    for scale, own in zip(models, magnitudes, strict=True):
-        a, b = (float(sum(own[name].sum() for name in pair)) for pair in AXES.values())
-        summary[f"energy_ratio_{scale}"] = a / b if a and b else math.nan
-        summary |= {f"energy_A_{scale}": a, f"energy_B_{scale}": b}  # Eq. 7
+    for scale, (offset, matrices) in models.items():
+        offsets[scale] = offset
+        eigenvalues[scale] = {name: _sort_eigenvalues(matrices[name]) / offset for name in NAMES}
+        magnitudes[scale] = {name: values.abs() for name, values in eigenvalues[scale].items()}
+        energy = {  # Eq. 7
+            axis: float(sum(magnitudes[scale][name].sum() for name in directions))
+            for axis, directions in AXES.items()
+        }
+        ratio = math.nan
+        if energy["A"] and energy["B"]:
+            ratio = energy["A"] / energy["B"]
+        summary[f"energy_ratio_{scale}"] = ratio
+        summary[f"energy_A_{scale}"] = energy["A"]
+        summary[f"energy_B_{scale}"] = energy["B"]
+        for a, b in product(AXES["A"], AXES["B"]):
+            commutators.append(commutator(matrices[a], matrices[b]))
+        for forth, back in AXES.values():
+            inverse_errors.append(inverse_error(matrices[forth], matrices[back]))
     if len(models) == 2:
-        one, other = magnitudes
-        summary["correlation"] = fmean(magnitude_correlation(one[k], other[k]) for k in NAMES)
-    for name, measure, groups in (
-        ("commutator", commutator, list(product(*AXES.values()))),
-        ("inverse_error", inverse_error, list(AXES.values())),
-    ):
-        values = [measure(*(own[k] for k in keys)) for own in matrices.values() for keys in groups]
-        summary[name] = fmean(values)
+        first, second = magnitudes.values()
+        summary["correlation"] = fmean(
+            magnitude_correlation(first[name], second[name]) for name in NAMES
+        )
+    summary["commutator"] = fmean(commutators)
+    summary["inverse_error"] = fmean(inverse_errors)
     return Spectrum(offsets, eigenvalues, summary)
 
 
@@ -99,19 +109,18 @@ def read_linear_models(path: Path, label: str) -> Models:
         UserError: the file cannot be read, or its linear models are incomplete.
     """
     weights, _ = read_weights(str(path))
-    state = {
-        key.removeprefix(_PREFIX): value
-        for key, value in weights.items()
-        if key.startswith(f"{_PREFIX}scales.")
-    }
+    state = {}
+    for key, tensor in weights.items():
+        if key.startswith(f"{_PREFIX}scales."):
+            state[key.removeprefix(_PREFIX)] = tensor
     if not state:
         raise NotApplicable(f"'{label}' has no linear models, which QB-Heat's pre-training has")
-    scales = {key.split(".")[1] for key in state}
+    scales = {key.split(".")[1] for key in state}  # of keys such as "scales.corner.A1"
     try:
         predictor = HeatPredictor(
             dim=len(next(iter(state.values()))),
             num_models=len(state) // len(scales),
-            visible="both" if len(scales) > 1 else scales.pop(),
+            visible="both" if len(scales) > 1 else next(iter(scales)),
         )
         predictor.load_state_dict(state)
     except (ValueError, RuntimeError) as error:
@@ -125,22 +134,27 @@ def rotate_models(models: Models) -> Models:
 
     If A2 = -A1 (Eq. 9), this also holds for the rotated matrices.
     """
-    rotated = {}
+    rotated_models = {}
     for index, (scale, (offset, matrices)) in enumerate(models.items()):
         generator = torch.Generator().manual_seed(index)
-        found = {}
+        rotated = {}
         for name in NAMES:
-            left, right = (_draw_rotation(matrices[name], generator) for _ in range(2))
-            found[name] = (left * torch.linalg.svdvals(matrices[name].float())) @ right
-        for one, other in AXES.values():
-            if matrices[one].any() and torch.equal(matrices[other], -matrices[one]):
-                found[other] = -found[one]
-        rotated[scale] = offset, found
-    return rotated
+            left = _draw_rotation(matrices[name], generator)
+            right = _draw_rotation(matrices[name], generator)
+            singular_values = torch.linalg.svdvals(matrices[name].float())
+            rotated[name] = (left * singular_values) @ right
+        for forth, back in AXES.values():
+            if matrices[forth].any() and torch.equal(matrices[back], -matrices[forth]):
+                rotated[back] = -rotated[forth]
+        rotated_models[scale] = (offset, rotated)
+    return rotated_models
 
 
 def _draw_rotation(matrix: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns a random orthogonal matrix, uniform over all rotations and reflections."""
+    """Returns a random orthogonal matrix of the shape of ``matrix``.
+
+    Its distribution is uniform over all rotations and reflections.
+    """
     q, r = torch.linalg.qr(torch.randn(matrix.shape, generator=generator))
     return q * r.diagonal().sign()
 
@@ -169,13 +183,16 @@ def inverse_error(forth: Tensor, back: Tensor) -> float:
 
 def magnitude_correlation(a: Tensor, b: Tensor) -> float:
     """Returns Pearson's correlation of two sorted vectors (C,), or nan if one is constant."""
-    if any(float(x.std()) <= _EQUAL * float(x.norm()) for x in (a, b)):
-        return math.nan
+    for vector in (a, b):
+        if float(vector.std()) <= _ROUNDING_ERROR * float(vector.norm()):
+            return math.nan
     return float(torch.corrcoef(torch.stack([a.double(), b.double()]))[0, 1])
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> float:
-    return float(numerator / denominator) if float(denominator) > 0 else math.nan
+    if float(denominator) <= 0:
+        return math.nan
+    return float(numerator / denominator)
 
 
 def draw_spectrum(runs: Sequence[Run], options: FigureOptions) -> Figure:
@@ -184,53 +201,58 @@ def draw_spectrum(runs: Sequence[Run], options: FigureOptions) -> Figure:
     Rotated models are the control. The table has the rows of the paper's Table 3.
     """
 
-    def compute(run: Run) -> dict[str, Spectrum]:
+    def compute(run: Run) -> tuple[Spectrum, Spectrum]:
         models = read_linear_models(run.weights, run.label)
-        control = rotate_models(models)
-        return {"": describe_models(models), "rotated": describe_models(control)}
+        return describe_models(models), describe_models(rotate_models(models))
 
     results = run_each(runs, compute, nothing="no spectrum")
-    images: dict[str, Image] = {}
-    rows: dict[str, Spectrum] = {}
-    for index, (label, found) in enumerate(results.found.items(), 1):
+    images = {}
+    eigenvalues = {}
+    spectra = {}  # by name of the row in the table
+    for index, (label, (learned, control)) in enumerate(results.by_label.items(), start=1):
         images[f"magnitudes_{index}"] = chart_image(
-            plot_magnitudes(found[""], found["rotated"]),
+            plot_magnitudes(learned, control),
             caption=f"{label}: magnitudes of eigenvalues. Gray: rotated matrices.",
         )
-        rows |= {f"{label}, {name}".removesuffix(", "): one for name, one in found.items()}
+        eigenvalues[label] = learned.eigenvalues
+        spectra[label] = learned
+        spectra[f"{label}, rotated"] = control
     return results.draw(
         "spectrum",
-        _TITLE,
+        "Spectrum of the linear models",
         _EXPLANATION,
         images,
-        _tabulate(rows),
-        eigenvalues={label: found[""].eigenvalues for label, found in results.found.items()},
-        rows={name: spectrum.summary for name, spectrum in rows.items()},
+        _tabulate(spectra),
+        eigenvalues=eigenvalues,
+        rows={name: spectrum.summary for name, spectrum in spectra.items()},
     )
 
 
 @themed
 def plot_magnitudes(learned: Spectrum, control: Spectrum) -> Chart:
     """Draws magnitudes of eigenvalues at each scale, and compares the two scales."""
-    panels = len(learned.offsets) + (len(learned.offsets) == 2)
-    figure = start_figure(height=3.4, width=4 * panels)
-    for index, (scale, values) in enumerate(learned.eigenvalues.items(), 1):
-        axes = figure.add_subplot(1, panels, index)
-        for name, matrix in control.eigenvalues[scale].items():
+    num_scales = len(learned.offsets)
+    num_panels = num_scales
+    if num_scales == 2:
+        num_panels += 1  # compares the scales
+    figure = start_figure(height=3.4, width=4 * num_panels)
+    for index, (scale, eigenvalues) in enumerate(learned.eigenvalues.items(), start=1):
+        axes = figure.add_subplot(1, num_panels, index)
+        for name, values in control.eigenvalues[scale].items():
             label = "rotated" if name == NAMES[0] else "_nolegend_"
-            axes.plot(matrix.abs(), color=COLORS[-1], lw=0.9, label=label)
-        for name, color in zip(NAMES, COLORS, strict=False):
-            axes.plot(values[name].abs(), color=color, label=name)
-        if any(matrix.any() for matrix in values.values()):
+            axes.plot(values.abs(), color=_CONTROL_COLOR, lw=0.9, label=label)
+        for name, color in zip(NAMES, LINE_COLORS, strict=False):
+            axes.plot(eigenvalues[name].abs(), color=color, label=name)
+        if any(values.any() for values in eigenvalues.values()):
             axes.set_yscale("log")  # before training, all eigenvalues are zero
         axes.set_title(f"{scale}, Δx = {learned.offsets[scale]:g} W")
         axes.set_xlabel("eigenvalue, by magnitude")
         axes.set_ylabel("|eigenvalue| of A, B")
         axes.legend(loc="lower left")
-    if len(learned.offsets) == 2:
-        axes = figure.add_subplot(1, panels, panels)
-        _draw_across_scales(axes, control, [COLORS[-1]] * len(NAMES), 1.5)
-        _draw_across_scales(axes, learned, COLORS, 2.5)
+    if num_scales == 2:
+        axes = figure.add_subplot(1, num_panels, num_panels)
+        _plot_across_scales(axes, control, [_CONTROL_COLOR] * len(NAMES), marker_size=1.5)
+        _plot_across_scales(axes, learned, LINE_COLORS, marker_size=2.5)
         first, second = learned.offsets
         axes.set_title("one scale against the other")
         axes.set_xlabel(f"{first}: share of its energy")
@@ -238,26 +260,36 @@ def plot_magnitudes(learned: Spectrum, control: Spectrum) -> Chart:
     return figure
 
 
-def _draw_across_scales(axes: Axes, spectrum: Spectrum, colors: Sequence[str], size: float) -> None:
+def _plot_across_scales(
+    axes: Axes, spectrum: Spectrum, colors: Sequence[str], *, marker_size: float
+) -> None:
+    """Plots the magnitudes at the second scale over those at the first, as in Fig. 7."""
+    first, second = spectrum.eigenvalues.values()
     for name, color in zip(NAMES, colors, strict=False):
-        x, y = (own[name].abs() for own in spectrum.eigenvalues.values())
-        if x.any() and y.any():
-            # Rasterized, because thousands of points would make the file large.
-            axes.plot(x / x.sum(), y / y.sum(), ".", ms=size, rasterized=True, color=color)
-            axes.set_xscale("log")
-            axes.set_yscale("log")
-            axes.axline((1e-3, 1e-3), (1e-2, 1e-2), color=QUIET, lw=0.8)
+        x = first[name].abs()
+        y = second[name].abs()
+        if not (x.any() and y.any()):
+            continue
+        # Rasterized, because thousands of points would make the file large.
+        axes.plot(x / x.sum(), y / y.sum(), ".", ms=marker_size, rasterized=True, color=color)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.axline((1e-3, 1e-3), (1e-2, 1e-2), color=AXIS_COLOR, lw=0.8)
 
 
 def _tabulate(spectra: Mapping[str, Spectrum]) -> Table:
-    offsets = {name: offset for one in spectra.values() for name, offset in one.offsets.items()}
-    columns = {  # the smaller offset first, as in Table 3
-        f"energy_ratio_{name}": (f"E(A)/E(B) at Δx = {offsets[name]:g} W", ".4f")
-        for name in sorted(offsets, key=offsets.__getitem__)
-    } | _COLUMNS
+    offsets: dict[str, float] = {}
+    for spectrum in spectra.values():
+        offsets |= spectrum.offsets
+    columns = {}
+    for scale in sorted(offsets, key=offsets.__getitem__):  # as in Table 3
+        title = f"E(A)/E(B) at Δx = {offsets[scale]:g} W"
+        columns[f"energy_ratio_{scale}"] = (title, ".4f")
+    columns |= _COLUMNS
     rows = []
     for label, spectrum in spectra.items():
-        cells = (format(spectrum.summary.get(key, math.nan), form)
-                 for key, (_, form) in columns.items())  # fmt: skip
+        cells = []
+        for key, (_, number_format) in columns.items():
+            cells.append(format(spectrum.summary.get(key, math.nan), number_format))
         rows.append([label, *cells])
     return Table(["matrices", *(title for title, _ in columns.values())], rows)

@@ -1,20 +1,49 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The Python interface to trained models, see docs/python.md."""
+"""The Python interface to trained models, see docs/python.md.
+
+``labelling`` and ``app`` stand on this interface. It also has the functions below it that they need
+to find images and to draw and write boxes.
+"""
 
 from pathlib import Path
 
 from qbheat_det.checkpoint import find_weights
+from qbheat_det.core.errors import UserError
+from qbheat_det.inference.drawing import get_class_color
 from qbheat_det.inference.exported import ExportedPredictor
 from qbheat_det.inference.files import open_weights, predict_files
+from qbheat_det.inference.images import Image, UnreadableImage, decode_image, find_inputs
 from qbheat_det.inference.predict import build_detector, is_encoder, is_timm, open_encoder
-from qbheat_det.inference.results import Detections, save_annotations
+from qbheat_det.inference.results import (
+    DetectedBox,
+    Detections,
+    Format,
+    render_annotations,
+    save_annotations,
+)
 
 from .detector import Detector
 from .encoder import Encoder
 
 __all__ = [
-    "Detections", "Detector", "Encoder", "load", "predict_files", "save_annotations",
-]  # fmt: skip
+    "DetectedBox",
+    "Detections",
+    "Detector",
+    "Encoder",
+    "Format",
+    "Image",
+    "UnreadableImage",
+    "decode_image",
+    "find_inputs",
+    "find_weights",
+    "get_class_color",
+    "load",
+    "load_detector",
+    "load_encoder",
+    "predict_files",
+    "render_annotations",
+    "save_annotations",
+]
 
 
 def load(
@@ -51,3 +80,26 @@ def load(
     if is_encoder(name, cfg):
         return Encoder(*open_encoder(name, device))
     return Detector(build_detector(cfg), cfg)
+
+
+def load_detector(
+    weights: str | Path, *, device: str | None = None, fast: bool = False
+) -> Detector:
+    """Like ``load``, for weights that must be those of a detector.
+
+    Raises:
+        UserError: as ``load``, or if the weights are those of an encoder or a classifier.
+    """
+    model = load(weights, device=device, fast=fast)
+    if not isinstance(model, Detector):
+        raise UserError(f"'{weights}' is an encoder or a classifier, not a detector")
+    return model
+
+
+def load_encoder(weights: str | Path, *, device: str | None = None) -> Encoder:
+    """Like ``load``, for weights that must be those of an encoder, and not an exported file.
+
+    Raises:
+        UserError: as ``load``, or if the weights are those of a detector or an exported file.
+    """
+    return Encoder(*open_encoder(find_weights(weights), device))

@@ -16,8 +16,21 @@ from qbheat_det.checkpoint import load_run_config
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.deployment import deploy
-from qbheat_det.inference.images import Image, Picture, is_collection, is_video, open_images
-from qbheat_det.inference.predict import BatchPredictor, Predictor, build_predictor, find_boxes
+from qbheat_det.inference.images import (
+    Image,
+    NamedImage,
+    Picture,
+    is_collection,
+    is_video,
+    open_images,
+)
+from qbheat_det.inference.predict import (
+    BatchPredictor,
+    Predictor,
+    build_predictor,
+    check_elongation,
+    find_boxes,
+)
 from qbheat_det.inference.results import Detections
 
 from .encoder import Trained, names_mistakes
@@ -58,7 +71,9 @@ class Detector(Trained):
         """``cfg`` is the config of the predictor's model, including ``MODEL.WEIGHTS``."""
         self._predictor = predictor
         self.cfg = cfg
-        self.model = predictor.model if isinstance(predictor, BatchPredictor) else None
+        self.model = None
+        if isinstance(predictor, BatchPredictor):
+            self.model = predictor.model
 
     @property
     def class_names(self) -> list[str]:
@@ -117,10 +132,12 @@ class Detector(Trained):
         Raises:
             UserError: a file is missing or not an image, or an argument is out of range.
         """
-        found = self.stream(images, threshold=threshold, batch_size=batch_size, tile=tile)
+        detections = self.stream(images, threshold=threshold, batch_size=batch_size, tile=tile)
         if is_video(images):
-            return found
-        return list(found) if is_collection(images) else next(found)
+            return detections
+        if is_collection(images):
+            return list(detections)
+        return next(detections)
 
     __call__ = predict
 
@@ -145,6 +162,13 @@ class Detector(Trained):
             batch_size=batch_size,
             tile=tile,
         )
+
+    def check_image(self, image: Image, name: str) -> None:
+        """Raises ``UnreadableImage`` if an RGB image (H, W, 3) is too elongated to be resized.
+
+        ``name`` names the image in the message.
+        """
+        check_elongation(NamedImage(image, None, name), self.cfg)
 
     def deploy(self, *, precision: str = "float32") -> "Detector":
         """Returns a copy in the fastest equivalent form, see ``qbheat_det.deploy``.
@@ -176,7 +200,7 @@ class Detector(Trained):
             UserError: the data are invalid, their classes differ from the detector's classes, or
                 the detector is exported or deployed.
         """
-        from qbheat_det.engine import RunFlags, build_config, evaluate
+        from qbheat_det.engine import RunFlags, assemble_evaluation, evaluate
 
         self._require_weights("evaluate", deployed=False)
         with tempfile.TemporaryDirectory(prefix="qbheat_evaluate_") as folder:
@@ -189,7 +213,7 @@ class Detector(Trained):
                 tile=tile,
                 opts=["MODEL.DEVICE", self.cfg.MODEL.DEVICE],
             )
-            return evaluate(build_config(flags))["bbox"]
+            return evaluate(assemble_evaluation(flags).cfg)["bbox"]
 
     @names_mistakes(_TRAIN_MISTAKES)
     def train(
@@ -220,10 +244,9 @@ class Detector(Trained):
         """
         # Prediction needs neither the engine nor the analysis.
         from qbheat_det.analysis.run import Run
-        from qbheat_det.engine import RunFlags, build_config, setup
-        from qbheat_det.engine.logs import removes_empty_run
+        from qbheat_det.engine import RunFlags, assemble_run
 
-        from .training import train
+        from .training import train_run
 
         self._require_weights("train", deployed=False)
         folder = Path(output) if output is not None else _find_free(Path(get_cfg().OUTPUT_DIR))
@@ -243,10 +266,7 @@ class Detector(Trained):
             asked = RunFlags(**paths, opts=opts, **flags)
         except TypeError as error:
             raise UserError(f"Detector.train: {error}") from error
-        own = build_config(asked)
-        setup(own, asked)
-        with removes_empty_run(folder):
-            train(own)
+        train_run(assemble_run(asked))
         run = Run.open(folder, device=self.cfg.MODEL.DEVICE)
         cfg = load_run_config(str(run.path), device=self.cfg.MODEL.DEVICE)
         self._predictor, self.cfg = build_predictor(cfg), cfg

@@ -11,6 +11,7 @@ import torch
 from detectron2.config import CfgNode
 from torch import Tensor, nn
 
+from qbheat_det.checkpoint import local_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.deployment import DeployedModel
 from qbheat_det.inference.exported import ExportedModel
@@ -34,10 +35,11 @@ def names_mistakes(right: Mapping[str, str]) -> Callable[[Callable[P, R]], Calla
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(method)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            if wrong := next((name for name in kwargs if name in right), None):
-                raise TypeError(
-                    f"{method.__name__}() has no argument '{wrong}': use {right[wrong]}"
-                )
+            for name in kwargs:
+                if name in right:
+                    raise TypeError(
+                        f"{method.__name__}() has no argument '{name}': use {right[name]}"
+                    )
             return method(*args, **kwargs)
 
         return checked
@@ -46,7 +48,7 @@ def names_mistakes(right: Mapping[str, str]) -> Callable[[Callable[P, R]], Calla
 
 
 class Trained:
-    """Base class of ``Detector`` and ``Encoder``. It adds the method ``export``.
+    """Base class of ``Detector`` and ``Encoder``. It has the methods that write files.
 
     Attributes:
         cfg: config of the model, including ``MODEL.WEIGHTS``.
@@ -61,6 +63,11 @@ class Trained:
     def weights(self) -> str:
         """The file or address of the weights, which is ``MODEL.WEIGHTS``."""
         return str(self.cfg.MODEL.WEIGHTS)
+
+    @property
+    def weights_file(self) -> Path:
+        """The local file of the weights. An address is downloaded if necessary."""
+        return Path(local_weights(self.weights))
 
     def __repr__(self) -> str:
         node = self.cfg.MODEL
@@ -115,10 +122,22 @@ class Trained:
             int8_images=[str(path) for path in int8_images],
         )
 
+    def export_backbone(self, output: str | Path, *, overwrite: bool = False) -> None:
+        """Writes the bare backbone as weights (.safetensors), to use as ``MODEL.WEIGHTS``.
+
+        Raises:
+            UserError: the model is exported, or the file exists or cannot be written.
+        """
+        from qbheat_det.export import export_backbone  # takes long to import
+
+        self._require_weights("export")
+        export_backbone(self.weights, Path(output), overwrite=overwrite)
+
     def _require_weights(self, verb: str, *, deployed: bool = True) -> None:
-        if self.model is None or (not deployed and isinstance(self.model, DeployedModel)):
-            kind = "exported" if self.model is None else "deployed"
-            raise UserError(f"'{self.weights}' is {kind}: {verb} its weights")
+        if self.model is None:
+            raise UserError(f"'{self.weights}' is exported: {verb} its weights")
+        if isinstance(self.model, DeployedModel) and not deployed:
+            raise UserError(f"'{self.weights}' is deployed: {verb} its weights")
 
 
 class Encoder(Trained):
@@ -126,9 +145,13 @@ class Encoder(Trained):
 
     def __init__(self, model: nn.Module | ExportedModel, cfg: CfgNode) -> None:
         """``model`` is a Detectron2 backbone in evaluation mode, or an exported backbone."""
-        self._exported = model if isinstance(model, ExportedModel) else None
-        self.model = model if isinstance(model, nn.Module) else None
         self.cfg = cfg
+        self.model = None
+        self._exported = None
+        if isinstance(model, ExportedModel):
+            self._exported = model
+        else:
+            self.model = model
 
     def __call__(self, images: Picture | Sequence[Picture]) -> dict[str, Tensor]:
         """Returns the outputs by name: feature maps (N, C, H, W) and tokens (N, M, D).
@@ -147,9 +170,22 @@ class Encoder(Trained):
             return encode(self.model, self.cfg, pictures)
         if len({picture.shape for picture in pictures}) > 1:
             raise UserError("an exported encoder needs images of one size")
-        step = -1 if self._exported.info.pixel_format == "BGR" else 1
-        outputs = self._exported(np.stack(pictures)[..., ::step])
+        batch = np.stack(pictures)
+        if self._exported.info.pixel_format == "BGR":
+            batch = batch[..., ::-1]
+        outputs = self._exported(batch)
         return {name: torch.from_numpy(value) for name, value in outputs.items()}
+
+    @property
+    def coarsest_map(self) -> str:
+        """The name of the last feature map with the coarsest stride, which probes classify.
+
+        Raises a ``UserError`` if the encoder is exported.
+        """
+        from qbheat_det.probing import find_feature  # prediction needs no probes
+
+        self._require_weights("use")
+        return find_feature(self.model)
 
     @names_mistakes({"source": "images", "batch": "a list of images"})
     def embed(self, images: Picture | Sequence[Picture]) -> Tensor:

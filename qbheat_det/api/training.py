@@ -1,59 +1,145 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Trains a model, records the run and writes its report."""
+"""Trains and evaluates the stages of a run, records them, and writes their reports."""
 
 import logging
 import shlex
+import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.utils import comm
+from torch import nn
 
 from qbheat_det.analysis.report import build_report
 from qbheat_det.analysis.run import FigureOptions, Run
+from qbheat_det.core.errors import Interrupted
+from qbheat_det.core.files import replace_folders
 from qbheat_det.core.text import format_duration, join_first
-from qbheat_det.engine import Trainer, record_start
-from qbheat_det.engine.resume import find_duration, find_shared_images
+from qbheat_det.deployment import deploy_by_config
+from qbheat_det.engine import (
+    RunFlags,
+    Stage,
+    Trainer,
+    assemble_run,
+    evaluate,
+    record_start,
+    setup,
+)
+from qbheat_det.engine.logs import removes_empty_run
+from qbheat_det.engine.run_record import find_duration, find_shared_images
 
 logger = logging.getLogger(__name__)
-_FIGURES = {"detector": ("detections",), "classifier": ("classes",)}
+# Figures of a report besides the curves, by task.
+_FIGURES = {"detection": ("detections",), "classification": ("classes",)}
 _NUM_PICTURES = 12  # images in a report
 
 
-def train(cfg: CfgNode, *, resume: bool = False, allow_partial: bool = False) -> dict[str, Any]:
-    """Trains a model, records the run, and writes its report.
-
-    Args:
-        cfg: config returned by ``build_config``.
-        resume: continue the run in ``OUTPUT_DIR`` if it has a checkpoint.
-        allow_partial: allow ``MODEL.WEIGHTS`` to lack tensors of the model, or to have extra ones.
+def train_run(stages: Sequence[Stage]) -> dict[str, Any]:
+    """Trains the stages of a run, see ``assemble_run``. Each starts from the weights of the last.
 
     Returns:
         The results of the last evaluation.
     """
-    trainer = Trainer(cfg, allow_partial=allow_partial)
-    trainer.resume_or_load(resume=resume)
-    if not comm.is_main_process():
-        return trainer.train()
-    add_duration = record_start(trainer.cfg, resumed_from=trainer.resumed_from, seed=trainer.seed)
-    start = time.monotonic()
-    try:
-        results = trainer.train()
-    finally:
-        add_duration(time.monotonic() - start)
-    logger.info(f"Report: '{write_run_report(trainer.cfg)}'")
+    results: dict[str, Any] = {}
+    weights: Path | None = None
+    for stage in stages:
+        if weights is not None:
+            stage = stage.with_values({"MODEL.WEIGHTS": str(weights)})
+        results = train(stage)
+        weights = stage.final_weights
     return results
+
+
+def train(stage: Stage) -> dict[str, Any]:
+    """Trains one stage, records the run, and writes its report.
+
+    Returns:
+        The results of the last evaluation.
+
+    Raises:
+        UserError: the weights do not fit the model, or the training cannot go on.
+    """
+    setup(stage)
+    with removes_empty_run(stage.folder):
+        trainer = Trainer(stage.cfg, allow_partial=stage.allow_partial)
+        trainer.resume_or_load(resume=stage.resume)
+        if not comm.is_main_process():
+            return trainer.train()
+        add_duration = record_start(
+            trainer.cfg,
+            stage.data.describe(),
+            resumed_from=trainer.resumed_from,
+            seed=trainer.seed,
+        )
+        start = time.monotonic()
+        try:
+            results = trainer.train()
+        finally:
+            add_duration(time.monotonic() - start)
+        logger.info(f"Report: '{write_run_report(trainer.cfg)}'")
+        return results
+
+
+def start_afresh(flags: RunFlags) -> Trainer:
+    """Returns the trainer of a new run in ``flags.output``, which replaces a run in this folder.
+
+    Raises:
+        UserError: the config or the data are invalid, or the folder has files of others.
+    """
+    (stage,) = assemble_run(flags, replaces_run=True)
+    replace_folders(stage.folder)
+    setup(stage)
+    trainer = Trainer(stage.cfg)
+    trainer.resume_or_load(resume=False)
+    return trainer
+
+
+def train_afresh(flags: RunFlags) -> tuple[Trainer, dict[str, Any]]:
+    """Trains a run of ``start_afresh``, without a report. Returns the trainer and the results."""
+    trainer = start_afresh(flags)
+    try:
+        return trainer, trainer.train()
+    except Interrupted as stop:  # its message recommends --resume
+        name = signal.Signals(stop.number).name
+        raise Interrupted(
+            stop.number, f"{name} stopped the training in '{flags.output}': run the command again"
+        ) from None
+
+
+def evaluate_stage(stage: Stage) -> dict[str, Any]:
+    """Evaluates weights, see ``assemble_evaluation``; deploys them if ``MODEL.DEPLOY.ENABLED``.
+
+    Returns:
+        Results by task.
+
+    Raises:
+        UserError: no weights are given, or they do not fit the model exactly.
+    """
+    setup(stage, eval_only=True)
+    cfg = stage.cfg
+
+    def deploy(model: nn.Module) -> nn.Module:
+        deployed = deploy_by_config(model, cfg.MODEL.DEPLOY)
+        logger.info(f"Deployed:\n{deployed.report}")
+        return deployed
+
+    prepare = deploy if cfg.MODEL.DEPLOY.ENABLED else None
+    with removes_empty_run(stage.folder):
+        return evaluate(cfg, resume=stage.resume, prepare=prepare)
 
 
 def write_run_report(cfg: CfgNode) -> Path:
     """Writes ``report.html`` into the folder of a finished run, and returns its path."""
-    folder, model = Path(cfg.OUTPUT_DIR), cfg.MODEL
+    folder = Path(cfg.OUTPUT_DIR)
+    model = cfg.MODEL
     seconds = find_duration(folder)
     shared = "".join(f" Note: {text}." for text in find_shared_images(folder))
     page = folder / "report.html"
     run = Run.open(folder, label=folder.resolve().name, device=model.DEVICE)
-    names = [*_FIGURES.get(run.kind, ()), "curves"]
+    names = [*_FIGURES.get(run.task.name, ()), "curves"]
     duration = "" if seconds is None else f" in {format_duration(seconds)}"
     weights = f", starting from '{model.WEIGHTS}'" if model.WEIGHTS else ""
     best = ""

@@ -31,7 +31,8 @@ from .uploads import (
 _TITLE = "qbheat_det"
 _HEIGHT = "min(560px, 100vw)"  # height of the pictures, also on narrow phones
 _FIGURES = 3  # attention in two directions, and reconstructions
-_KEPT, _INTERVAL = 3600, 60  # seconds: lifetime of uploads and results, time between checks
+_LIFETIME = 3600  # seconds that uploads and results are kept
+_INTERVAL = 60  # seconds between searches for old files
 _FONTS = ("system-ui", "sans-serif")
 _CSS = (
     "footer {display: none !important} .gradio-container {max-width: 1280px !important} "
@@ -97,7 +98,7 @@ def launch(models: Models, pools: Pools, folder: Path, *, host: str, port: int |
     with contextlib.suppress(KeyboardInterrupt):
         while True:  # Gradio's `delete_cache` removes uploads, but not our results
             time.sleep(_INTERVAL)
-            remove_old_files(folder, _KEPT)
+            remove_old_files(folder, _LIFETIME)
 
 
 def build_page(models: Models, pools: Pools, folder: Path) -> gr.Blocks:
@@ -105,19 +106,20 @@ def build_page(models: Models, pools: Pools, folder: Path) -> gr.Blocks:
     with gr.Blocks(title=_TITLE, analytics_enabled=False) as page:
         gr.Markdown("# qbheat_det\nBoxes on your images, and what the encoder sees in them.")
         with gr.Tab("Detect"):
-            _build_detection(models, folder)
+            build_detection(models, folder)
         with gr.Tab("What the encoder sees"):
-            _build_encoder(models, folder)
+            build_encoder(models, folder)
         if pools.folders:
             with gr.Tab("Select images to label"):
-                _build_review(models, pools, folder)
+                build_review(models, pools, folder)
     page.queue(max_size=16, default_concurrency_limit=1)
     return page
 
 
-def _build_detection(models: Models, folder: Path) -> None:
+def build_detection(models: Models, folder: Path) -> None:
+    """Adds the widgets that find objects in uploads."""
     labels = models.list_detectors()
-    results = gr.State([], time_to_live=_KEPT)
+    results = gr.State([], time_to_live=_LIFETIME)
     with gr.Row():
         with gr.Column(scale=1, min_width=300):
             files = gr.File(
@@ -136,40 +138,53 @@ def _build_detection(models: Models, folder: Path) -> None:
             )
         with gr.Column(scale=2, min_width=300):
             status = gr.Markdown(elem_id="status")
-            outputs = _build_results()
+            gallery = gr.Gallery(
+                label="Pictures", object_fit="contain", height=_HEIGHT, buttons=["fullscreen"]
+            )
+            table = gr.Dataframe(
+                headers=["file", "class", "score", "x1", "y1", "x2", "y2"],
+                label="Boxes, in pixels",
+                interactive=False,
+                max_height=320,
+            )
+            download = gr.DownloadButton(
+                "Download boxes.json (COCO) and pictures", interactive=False
+            )
+            outputs = [gallery, table, download]
 
-    def show(found: list[Detections], least: float, names: list[str]) -> tuple[Any, ...]:
-        drawn, rows, archive = render(found, _make_folder(folder), threshold=least, classes=names)
+    def show(shown: list[Detections], min_score: float, names: list[str]) -> tuple[Any, ...]:
+        drawn, rows, archive = render(
+            shown, make_folder(folder), threshold=min_score, classes=names
+        )
         # In a grid, Gradio would crop a single picture, so the first one is selected.
         pictures = gr.Gallery(drawn, selected_index=0 if drawn else None)
-        return pictures, rows, gr.DownloadButton(value=archive, interactive=bool(found))
+        return pictures, rows, gr.DownloadButton(value=archive, interactive=bool(shown))
 
     def predict(
-        paths: list[str] | None, label: str, least: float, names: list[str]
+        paths: list[str] | None, label: str, min_score: float, names: list[str]
     ) -> tuple[Any, ...]:
         if not paths:
             raise UserError("choose images first")
         detector = models.open_detector(label)
-        found, skipped = detect(detector, [Path(path) for path in paths])
-        known = list(detector.cfg.MODEL.CLASS_NAMES)
-        names = [name for name in names if name in known]
-        text = [f"{len(found)} of {len(paths)} files predicted by {label}.", *skipped]
+        predicted, skipped = detect(detector, [Path(path) for path in paths])
+        names = [name for name in names if name in detector.class_names]
+        text = [f"{len(predicted)} of {len(paths)} files predicted by {label}.", *skipped]
         return (
-            found,
+            predicted,
             "\n\n".join(text),
-            gr.Dropdown(known, value=names),
-            *show(found, least, names),
+            gr.Dropdown(detector.class_names, value=names),
+            *show(predicted, min_score, names),
         )
 
     button.click(
-        _with_messages(predict),
+        with_messages(predict),
         [files, model, threshold, classes],
         [results, status, classes, *outputs],
         api_visibility="private",
     )
     for event in (threshold.change, classes.input):
         event(
-            _with_messages(show),
+            with_messages(show),
             [results, threshold, classes],
             outputs,
             trigger_mode="always_last",
@@ -177,21 +192,9 @@ def _build_detection(models: Models, folder: Path) -> None:
         )
 
 
-def _build_results() -> list[Any]:
-    """Adds the gallery, the table and the download button, and returns them."""
-    gallery = gr.Gallery(
-        label="Pictures", object_fit="contain", height=_HEIGHT, buttons=["fullscreen"]
-    )
-    table = gr.Dataframe(
-        headers=["file", "class", "score", "x1", "y1", "x2", "y2"],
-        label="Boxes, in pixels", interactive=False, max_height=320,
-    )  # fmt: skip
-    download = gr.DownloadButton("Download boxes.json (COCO) and pictures", interactive=False)
-    return [gallery, table, download]
-
-
-def _build_encoder(models: Models, folder: Path) -> None:
-    labels = sorted(models.kinds, key=lambda label: models.kinds[label] != "pretraining")
+def build_encoder(models: Models, folder: Path) -> None:
+    """Adds the widgets that draw figures of an encoder."""
+    labels = sorted(models.tasks, key=lambda label: models.tasks[label] != "pretraining")
     with gr.Row():
         with gr.Column(scale=1, min_width=300):
             file = gr.File(label="Image", file_types=list(IMAGE_SUFFIXES), height=180)
@@ -208,18 +211,19 @@ def _build_encoder(models: Models, folder: Path) -> None:
     def show(path: str | None, label: str) -> tuple[Any, ...]:
         if not path:
             raise UserError("choose an image first")
-        drawn = draw_encoder(models.open_run(label), Path(path), _make_folder(folder))
-        shown = [
-            part for image, caption in drawn for part in (caption, gr.Image(image, visible=True))
-        ]
+        drawn = draw_encoder(models.open_run(label), Path(path), make_folder(folder))
+        shown = []
+        for image, caption in drawn:
+            shown += [caption, gr.Image(image, visible=True)]
         empty = ["", gr.Image(visible=False)] * (_FIGURES - len(drawn))
         return *shown, *empty
 
-    button.click(_with_messages(show), [file, model], figures, api_visibility="private")
+    button.click(with_messages(show), [file, model], figures, api_visibility="private")
 
 
-def _build_review(models: Models, pools: Pools, folder: Path) -> None:
-    state = gr.State(None, time_to_live=_KEPT)
+def build_review(models: Models, pools: Pools, folder: Path) -> None:
+    """Adds the widgets that select images, and accept or skip each of them."""
+    state = gr.State(None, time_to_live=_LIFETIME)
     with gr.Row():
         with gr.Column(scale=1, min_width=300):
             source = gr.Dropdown([*pools.folders], label="Images")
@@ -238,7 +242,9 @@ def _build_review(models: Models, pools: Pools, folder: Path) -> None:
                 back = gr.Button("Back (B)", elem_id="back")
 
     def select(name: str, number: int, label: str) -> tuple[Any, ...]:
-        weights = None if label == _NO_DETECTOR else models.places[label]
+        weights = None
+        if label != _NO_DETECTOR:
+            weights = models.weights[label]
         return show(pools.select(name, number, weights))
 
     def show(review: Review) -> tuple[Any, ...]:
@@ -250,7 +256,7 @@ def _build_review(models: Models, pools: Pools, folder: Path) -> None:
         return gr.DownloadButton(value=review.write(folder), interactive=True)
 
     outputs = [state, status, picture, download]
-    start.click(_with_messages(select), [source, budget, model], outputs, api_visibility="private")
+    start.click(with_messages(select), [source, budget, model], outputs, api_visibility="private")
     for button, step in ((accept, Review.accept), (skip, Review.skip), (back, Review.back)):
 
         def proceed(review: Review | None, step: Callable[[Review], Review] = step) -> Any:
@@ -258,15 +264,16 @@ def _build_review(models: Models, pools: Pools, folder: Path) -> None:
                 raise UserError("select images first")
             return show(step(review))
 
-        button.click(_with_messages(proceed), state, outputs, api_visibility="private")
-    finish.click(_with_messages(write), state, download, api_visibility="private")
+        button.click(with_messages(proceed), state, outputs, api_visibility="private")
+    finish.click(with_messages(write), state, download, api_visibility="private")
 
 
-def _make_folder(parent: Path) -> Path:
+def make_folder(parent: Path) -> Path:
+    """Creates a folder for the files of one event."""
     return Path(tempfile.mkdtemp(dir=parent))
 
 
-def _with_messages(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_messages(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function to show its ``UserError`` in the page. Other errors are only logged."""
 
     def call(*arguments: Any) -> Any:

@@ -77,13 +77,17 @@ class Review:
 
     def describe(self) -> str:
         """Returns the progress and the name of the current image."""
-        counts = f"{self.accepted} of {len(self.selection.files)} accepted, "
-        counts += f"{len(self.selection.skipped)} skipped"
-        return f"{counts}." if self.is_done else f"{counts}: `{Path(self.current).name}`"
+        text = f"{self.accepted} of {len(self.selection.files)} accepted, "
+        text += f"{len(self.selection.skipped)} skipped"
+        if self.is_done:
+            return f"{text}."
+        return f"{text}: `{Path(self.current).name}`"
 
     def draw(self) -> PIL.Image.Image | None:
         """Draws the current image with the boxes of the detector, if there are any."""
-        return None if self.is_done else draw_image(self.selection, self.current, side=1024)
+        if self.is_done:
+            return None
+        return draw_image(self.selection, self.current, side=1024)
 
     def write(self, parent: Path) -> str:
         """Writes the files of ``qbheat select`` for the accepted images into a zip in ``parent``.

@@ -20,19 +20,23 @@ from dataclasses import dataclass
 
 import numpy as np
 import uvicorn
-from detectron2.config import CfgNode
 from fastapi import FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
-from qbheat_det.api import Detections, Detector, load
+from qbheat_det.api import (
+    DetectedBox,
+    Detections,
+    Detector,
+    Image,
+    UnreadableImage,
+    decode_image,
+    load_detector,
+)
 from qbheat_det.core.environment import VERSION
 from qbheat_det.core.errors import UserError
-from qbheat_det.inference.images import Image, NamedImage, UnreadableImage, decode_image
-from qbheat_det.inference.predict import check_elongation
-from qbheat_det.inference.results import DetectedBox
 
 from .uploads import FORMATS
 
@@ -73,8 +77,12 @@ class Box(BaseModel):
     def of(cls, box: DetectedBox) -> "Box":
         """Returns a box with coordinates rounded to 0.01 pixels, and a score of four digits."""
         left, top, right, bottom = (round(edge, 2) for edge in box.xyxy)
-        xyxy, score = (left, top, right, bottom), round(box.score, 4)
-        return cls(xyxy=xyxy, score=score, class_name=box.class_name, class_id=box.class_id)
+        return cls(
+            xyxy=(left, top, right, bottom),
+            score=round(box.score, 4),
+            class_name=box.class_name,
+            class_id=box.class_id,
+        )
 
 
 class Boxes(BaseModel):
@@ -101,7 +109,9 @@ class BatchQueue:
         size: int,
         thread: ThreadPoolExecutor,
     ) -> None:
-        self._predict, self._size, self._thread = predict, size, thread
+        self._predict = predict
+        self._size = size
+        self._thread = thread
         self._waiting: deque[tuple[Image, Future[Detections]]] = deque()
 
     def submit(self, image: Image) -> "Future[Detections]":
@@ -141,10 +151,17 @@ def build_server(
     """
     limits = limits or Limits()
     app = FastAPI(title="qbheat_det", version=VERSION, description="Detects objects in images.")
-    app.add_exception_handler(RequestValidationError, _explain)
+    app.add_exception_handler(RequestValidationError, explain_error)
 
     def predict(images: list[Image]) -> list[Detections]:
         return detector.predict(images, threshold=LOWEST_SCORE, batch_size=batch_size)
+
+    def decode(body: bytes) -> Image:
+        stream = io.BytesIO(body)
+        max_pixels = limits.megapixels * 1e6
+        image = decode_image(stream, "the image", formats=FORMATS, max_pixels=max_pixels)
+        detector.check_image(image, "the image")
+        return image
 
     batches = BatchQueue(predict, batch_size, thread)
     slots = asyncio.Semaphore(2 * batch_size)  # limits the number of decoded images in memory
@@ -162,42 +179,37 @@ def build_server(
     async def predict_image(request: Request, threshold: float = Query(0.3, ge=0, le=1)) -> Boxes:
         """Detects objects in a JPEG, PNG, WebP or BMP image."""
         nonlocal active
-        if unknown := request.query_params.keys() - {"threshold"}:
+        unknown = request.query_params.keys() - {"threshold"}
+        if unknown:
             raise HTTPException(422, f"no parameter '{min(unknown)}': there is 'threshold'")
         if active >= limits.waiting:
             raise HTTPException(503, "busy: try again later", {"Retry-After": "1"})
         active += 1
         try:
-            body = await _read_body(request, limits)
+            body = await read_body(request, limits)
             async with slots:
-                image = await asyncio.to_thread(_decode, body, limits, detector.cfg)
-                found = await asyncio.wrap_future(batches.submit(image))
+                image = await asyncio.to_thread(decode, body)
+                detections = await asyncio.wrap_future(batches.submit(image))
         except UnreadableImage as error:
             hint = "send a JPEG, PNG, WebP or BMP file: curl --data-binary @photo.jpg"
             raise HTTPException(422, f"{error.reason}; {hint}") from error
         finally:
             active -= 1
         height, width = image.shape[:2]
-        boxes = [Box.of(box) for box in found if box.score >= threshold]
+        boxes = [Box.of(box) for box in detections if box.score >= threshold]
         return Boxes(width=width, height=height, boxes=boxes)
 
     return app
 
 
-async def _explain(_: Request, error: Exception) -> JSONResponse:
+async def explain_error(_: Request, error: Exception) -> JSONResponse:
+    """Returns the first error of a request's parameters."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     return JSONResponse({"detail": f"{first['loc'][-1]}: {first['msg']}"}, 422)
 
 
-def _decode(body: bytes, limits: Limits, cfg: CfgNode) -> Image:
-    max_pixels = limits.megapixels * 1e6
-    image = decode_image(io.BytesIO(body), "the image", formats=FORMATS, max_pixels=max_pixels)
-    check_elongation(NamedImage(image, None, "the image"), cfg)
-    return image
-
-
-async def _read_body(request: Request, limits: Limits) -> bytes:
+async def read_body(request: Request, limits: Limits) -> bytes:
     """Returns the body of a request, or raises an ``HTTPException`` beyond a limit."""
 
     async def read() -> bytes:
@@ -241,10 +253,11 @@ def serve(
         UserError: the model is not a detector, or the port is in use.
     """
     thread = ThreadPoolExecutor(1, thread_name_prefix="model")
-    detector = thread.submit(_load, weights, device, fast).result()
-    with _listen(host, port) as listener:
+    detector = thread.submit(load_and_warm_up, weights, device, fast).result()
+    with listen(host, port) as listener:
         app = build_server(detector, thread, batch_size=batch_size, limits=limits)
-        address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+        bracketed = f"[{host}]" if ":" in host else host  # IPv6 has colons
+        address = f"http://{bracketed}:{listener.getsockname()[1]}"
         print(f"serving {detector.weights} on {address}, described at {address}/docs", flush=True)
         # Uvicorn finishes the current requests, and then raises the signal again.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -252,15 +265,15 @@ def serve(
         uvicorn.Server(config).run(sockets=[listener])
 
 
-def _load(weights: str, device: str | None, fast: bool) -> Detector:
-    detector = load(weights, device=device, fast=fast)
-    if not isinstance(detector, Detector):
-        raise UserError(f"'{weights}' is not a detector: qbheat serve needs a detector")
-    detector.predict(np.zeros((480, 640, 3), np.uint8))  # warm-up, because the first image is slow
+def load_and_warm_up(weights: str, device: str | None, fast: bool) -> Detector:
+    """Loads a detector, and predicts once, because the first image is slow."""
+    detector = load_detector(weights, device=device, fast=fast)
+    detector.predict(np.zeros((480, 640, 3), np.uint8))
     return detector
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a listening socket. Raises a ``UserError`` if the port is in use."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

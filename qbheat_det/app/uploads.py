@@ -19,14 +19,22 @@ import PIL.Image
 
 from qbheat_det.analysis import load_figures
 from qbheat_det.analysis.figures import NotApplicable
-from qbheat_det.analysis.run import FigureOptions, Kind, Run
-from qbheat_det.api import Detections, Detector, load
+from qbheat_det.analysis.run import FigureOptions, Run
+from qbheat_det.api import (
+    Detections,
+    Detector,
+    Image,
+    UnreadableImage,
+    decode_image,
+    load_detector,
+)
 from qbheat_det.core.errors import UserError
-from qbheat_det.inference.images import Image, UnreadableImage, decode_image
-from qbheat_det.inference.results import Predictions
 from qbheat_det.model_zoo.index import find_entry, get_address, list_entries
+from qbheat_det.tasks import DETECTION
 
-MAX_FILES, MAX_BYTES, MAX_PIXELS = 20, 50 * 2**20, 50_000_000
+MAX_FILES = 20
+MAX_BYTES = 50 * 2**20
+MAX_PIXELS = 50_000_000
 LOWEST_SCORE = 0.05
 """Lowest value of the score slider, which filters the boxes without predicting again."""
 IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
@@ -50,19 +58,22 @@ def open_image(path: Path) -> Image:
 
 def detect(detector: Detector, paths: Sequence[Path]) -> tuple[list[Detections], list[str]]:
     """Predicts on uploads. Returns the results, and a message for each file that was skipped."""
-    found, skipped = [], [f"`{p.name}`: more than {MAX_FILES} files" for p in paths[MAX_FILES:]]
+    results = []
+    skipped = [f"`{path.name}`: more than {MAX_FILES} files" for path in paths[MAX_FILES:]]
     for path in paths[:MAX_FILES]:
         try:
-            result = detector.predict(open_image(path), threshold=LOWEST_SCORE)
-            found.append(replace(result, file_name=path.name))
+            detections = detector.predict(open_image(path), threshold=LOWEST_SCORE)
+        except UnreadableImage as error:
+            skipped.append(f"`{path.name}`: {error.reason}")
         except UserError as error:
-            reason = error.reason if isinstance(error, UnreadableImage) else error
-            skipped.append(f"`{path.name}`: {reason}")
-    return found, skipped
+            skipped.append(f"`{path.name}`: {error}")
+        else:
+            results.append(replace(detections, file_name=path.name))
+    return results, skipped
 
 
 def render(
-    found: Sequence[Detections], folder: Path, *, threshold: float, classes: Sequence[str]
+    results: Sequence[Detections], folder: Path, *, threshold: float, classes: Sequence[str]
 ) -> tuple[list[tuple[str, str]], list[list[Any]], str]:
     """Draws the boxes whose score is at least ``threshold``, and writes the images into a folder.
 
@@ -72,18 +83,22 @@ def render(
         (image path, caption) of each drawn image, the rows of the table of boxes, and the path of
         an archive with the drawn images and ``boxes.json`` in COCO's results format.
     """
-    gallery, rows, every = [], [], Predictions()
-    for index, detections in enumerate(found, start=1):
-        name, shown = str(detections.file_name), detections.select(threshold, classes)
-        every.add(shown)
-        rows += [[name, box.class_name, round(box.score, 3), *map(round, box.xyxy)]
-                 for box in shown]  # fmt: skip
-        file = folder / f"{index}-{Path(name).stem}.jpg"
+    gallery = []
+    rows: list[list[Any]] = []
+    boxes: list[dict[str, Any]] = []
+    for number, detections in enumerate(results, start=1):
+        name = detections.file_name
+        shown = detections.select(threshold, classes)
+        for box in shown:
+            corners = [round(edge) for edge in box.xyxy]
+            rows.append([name, box.class_name, round(box.score, 3), *corners])
+        boxes += [{**box, "file_name": name} for box in shown.to_coco(number)]
+        file = folder / f"{number}-{Path(name).stem}.jpg"
         PIL.Image.fromarray(shown.draw()).save(file, quality=92)
         gallery.append((str(file), f"{name}: {len(shown)} boxes"))
     archive = folder / "qbheat.zip"
     with zipfile.ZipFile(archive, "w") as stream:
-        stream.writestr("boxes.json", json.dumps(every.results))
+        stream.writestr("boxes.json", json.dumps(boxes))
         for path, _ in gallery:
             stream.write(path, Path(path).name)
     return gallery, rows, str(archive)
@@ -97,7 +112,8 @@ def draw_encoder(run: Run, path: Path, folder: Path) -> list[tuple[str, str]]:
         PIL.Image.fromarray(open_image(path)).save(images / "image.png")
     except UnreadableImage as error:
         raise UserError(f"`{path.name}`: {error.reason}") from error
-    gallery, figures = [], load_figures()
+    gallery = []
+    figures = load_figures()
     for name in ("attention", "reconstructions"):
         try:
             figure = figures[name]([run], FigureOptions(images=images, num_images=1))
@@ -114,36 +130,39 @@ def draw_encoder(run: Run, path: Path, folder: Path) -> list[tuple[str, str]]:
 
 def remove_old_files(folder: Path, age: float) -> None:
     """Removes all files and subfolders that have not changed for ``age`` seconds."""
-    limit, old = time.time() - age, []
+    limit = time.time() - age
+    old = []
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
             if path.lstat().st_ctime <= limit:  # not mtime, which copies may keep
                 old.append(path)
     for path in sorted(old, reverse=True):  # files before their folder
         with contextlib.suppress(OSError):  # a folder may have newer files
-            path.rmdir() if path.is_dir() else path.unlink()
-
-
-_KINDS: dict[str, Kind] = {"detection": "detector", "pretraining": "pretraining"}  # by task
+            if path.is_dir():
+                path.rmdir()
+            else:
+                path.unlink()
 
 
 class Models:
     """The models that the page offers: those on the command line and those in the model zoo.
 
-    ``kinds`` maps the display name of each model to its kind, with the user's own models first, and
-    ``places`` to the path or address of its weights.
     Models are opened at first use, and the last two of each kind stay open.
+
+    Attributes:
+        tasks: the task of each model by its display name, with the user's models first.
+        weights: the path or address of each model's weights by its display name.
     """
 
     def __init__(self, weights: Sequence[str] = (), *, device: str | None = None) -> None:
         """``weights`` are files, folders of runs or model zoo names, see ``serve``."""
-        self.kinds: dict[str, Kind] = {}
-        self.places: dict[str, str] = {}
+        self.tasks: dict[str, str] = {}
+        self.weights: dict[str, str] = {}
         self._device = device
         for name in weights:
             if Path(name).exists():
                 run = Run.open(name)
-                self._add(run.label, str(run.weights), run.kind)
+                self._add(run.label, str(run.weights), run.task.name)
             else:
                 self._add_entry(name)
         # QB-Heat comes first, because only QB-Heat has reconstructions. timm's encoders are left
@@ -156,20 +175,18 @@ class Models:
 
     def list_detectors(self) -> list[str]:
         """Returns the display names of the detectors."""
-        return [label for label, kind in self.kinds.items() if kind == "detector"]
+        return [label for label, task in self.tasks.items() if task == DETECTION.name]
 
     def _add_entry(self, name: str) -> None:
         entry = find_entry(name)
-        self._add(entry.name, get_address(entry.name), _KINDS.get(entry.task, "classifier"))
+        self._add(entry.name, get_address(entry.name), entry.task)
 
-    def _add(self, label: str, place: str, kind: Kind) -> None:
-        self.kinds.setdefault(label, kind)
-        self.places.setdefault(label, place)
+    def _add(self, label: str, weights: str, task: str) -> None:
+        self.tasks.setdefault(label, task)
+        self.weights.setdefault(label, weights)
 
     def _open_detector(self, label: str) -> Detector:
-        detector = load(self.places[label], device=self._device)
-        assert isinstance(detector, Detector)
-        return detector
+        return load_detector(self.weights[label], device=self._device)
 
     def _open_run(self, label: str) -> Run:
-        return Run.open(self.places[label], label=label, device=self._device)
+        return Run.open(self.weights[label], label=label, device=self._device)

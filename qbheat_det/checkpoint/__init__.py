@@ -24,9 +24,23 @@ from .weights_file import (
 )
 
 __all__ = [
-    "ExactCheckpointer", "SafeCheckpointer", "TimmWeights", "WeightsInfo",
-    "bare_backbone", "check_exact", "check_weights_file", "choose_device", "class_names_of",
-    "find_weights", "fit_weights", "holds_backbone_alone", "holds_encoder", "info_of",
-    "load_embedded_config", "load_run_config", "local_weights", "read_weights",
+    "ExactCheckpointer",
+    "SafeCheckpointer",
+    "TimmWeights",
+    "WeightsInfo",
+    "bare_backbone",
+    "check_exact",
+    "check_weights_file",
+    "choose_device",
+    "class_names_of",
+    "find_weights",
+    "fit_weights",
+    "holds_backbone_alone",
+    "holds_encoder",
+    "info_of",
+    "load_embedded_config",
+    "load_run_config",
+    "local_weights",
+    "read_weights",
     "save_weights",
-]  # fmt: skip
+]

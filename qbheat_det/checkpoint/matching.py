@@ -18,7 +18,8 @@ from qbheat_det.core.errors import UserError
 
 from .report import ClassChange, GroupReport, LoadReport
 
-BACKBONE, BELOW_FPN = "backbone.", "backbone.bottom_up."
+BACKBONE = "backbone."
+BELOW_FPN = "backbone.bottom_up."
 # Prefixes of DistributedDataParallel and AveragedModel, of torch.compile, and of Lightning.
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
 _AVERAGED_MODEL_COUNTER = "n_averaged"
@@ -83,8 +84,11 @@ def fit_weights(
     Raises:
         UserError: a tensor contains NaN or infinity, or the names fit several parts of the model.
     """
-    skipped = tuple(child for child in skip if any(_is_of(child, key) for key in stored))
-    stored = {k: t for k, t in stored.items() if not any(_is_of(child, k) for child in skipped)}
+    # With a dot at the end, a child that is itself a parameter begins with its own prefix.
+    dotted = [f"{key}." for key in stored]
+    skipped = tuple(c for c in skip if any(key.startswith(f"{c}.") for key in dotted))
+    skipped_prefixes = tuple(f"{child}." for child in skipped)
+    stored = {k: t for k, t in stored.items() if not f"{k}.".startswith(skipped_prefixes)}
     for name, tensor in stored.items():
         if not torch.isfinite(tensor).all():
             raise UserError(
@@ -92,20 +96,29 @@ def fit_weights(
             )
     change = compare_classes(old_classes, classes, file=file)
     names = match_names(model_state, stored, file=file, private=private)
-    fitting, groups = _fill(model_state, {name: stored[key] for key, name in names.items()}, change)
-    left = {k: n for k, n in names.items() if n not in model_state and not is_optional(n)}
+    renamed = {name: stored[key] for key, name in names.items()}
+    fitting, groups = _fill(model_state, renamed, change)
+    unexpected: list[str] = []
+    unused: list[str] = []
     prefixes = tuple(f"{module}." for module in optional_modules)
-    unused = tuple(key for key, name in left.items() if name.startswith(prefixes))
+    for key, name in names.items():
+        if name in model_state or is_optional(name):
+            continue
+        if name.startswith(prefixes):
+            unused.append(key)
+        else:
+            unexpected.append(key)
     has_classes = any(_find_layout(name) for name in names.values() if name in model_state)
+    is_unnamed = has_classes and classes and not old_classes
     return fitting, LoadReport(
         file=file,
         num_stored=len(names),
         groups=groups,
-        unexpected=tuple(key for key in left if key not in unused),
-        unused=unused,
+        unexpected=tuple(unexpected),
+        unused=tuple(unused),
         skipped=skipped,
         class_change=change if has_classes else None,
-        note=_UNNAMED if has_classes and classes and not old_classes else "",
+        note=_UNNAMED if is_unnamed else "",
     )
 
 
@@ -126,7 +139,8 @@ def match_names(
     short = strip_wrappers(model, [name for name in file_names if name != _AVERAGED_MODEL_COUNTER])
     names = set(short.values())
     public = [name for name in model if name.partition(".")[0] not in private]
-    added, removed = _longest_agreement(public, names), _longest_agreement(names, model)
+    added = _longest_agreement(public, names)
+    removed = _longest_agreement(names, model)
     if len(added) > 1:
         whole = [p for p in added if _num_matched(("", p), model, names) == len(names)]
         if len(whole) > 1:
@@ -177,8 +191,10 @@ def _fill(
             continue
         if change is not None and _find_layout(name):
             fitted = carry_over_rows(name, tensor, fresh, change)
+        elif tensor.shape == fresh.shape:
+            fitted = tensor
         else:
-            fitted = tensor if tensor.shape == fresh.shape else None
+            fitted = None
         if fitted is None:
             group.mismatched.append(f"{name} {tuple(tensor.shape)} instead of {tuple(fresh.shape)}")
             continue
@@ -190,16 +206,16 @@ def _fill(
 def _find_groups(names: Collection[str]) -> dict[str, str]:
     """Maps each tensor to its child module; a feature pyramid is split in "fpn" and "backbone"."""
     has_pyramid = any(name.startswith(BELOW_FPN) for name in names)
-    groups = {name: name.split(".")[0] if "." in name else "top-level" for name in names}
-    above = "fpn" if has_pyramid else "backbone"
-    return {
-        name: above if group == "backbone" and not name.startswith(BELOW_FPN) else group
-        for name, group in groups.items()
-    }
-
-
-def _is_of(child: str, name: str) -> bool:
-    return name == child or name.startswith(f"{child}.")
+    groups: dict[str, str] = {}
+    for name in names:
+        child, dot, _ = name.partition(".")
+        if not dot:
+            groups[name] = "top-level"
+        elif has_pyramid and child == "backbone" and not name.startswith(BELOW_FPN):
+            groups[name] = "fpn"
+        else:
+            groups[name] = child
+    return groups
 
 
 def strip_wrappers(model: Collection[str], names: Collection[str]) -> dict[str, str]:
@@ -210,9 +226,10 @@ def strip_wrappers(model: Collection[str], names: Collection[str]) -> dict[str, 
     short = {name: name for name in names}
     for _ in _WRAPPERS:  # wrappers may be nested in any order
         for wrapper in _WRAPPERS:
-            own = any(name.startswith(wrapper) for name in model)
-            if short and not own and all(name.startswith(wrapper) for name in short.values()):
-                short = {name: value[len(wrapper) :] for name, value in short.items()}
+            is_of_model = any(name.startswith(wrapper) for name in model)
+            is_of_file = all(name.startswith(wrapper) for name in short.values())
+            if is_of_file and not is_of_model:
+                short = {name: value.removeprefix(wrapper) for name, value in short.items()}
     return short
 
 
@@ -230,7 +247,9 @@ def _longest_agreement(longer: Collection[str], shorter: Collection[str]) -> lis
 
 def _change_prefix(change: tuple[str, str], name: str) -> str:
     old, new = change
-    return new + name[len(old) :] if name.startswith(old) else name
+    if not name.startswith(old):
+        return name
+    return new + name.removeprefix(old)
 
 
 def _num_matched(change: tuple[str, str], model: Collection[str], names: Collection[str]) -> int:
@@ -285,8 +304,10 @@ def carry_over_rows(name: str, stored: Tensor, fresh: Tensor, change: ClassChang
 
 
 def _find_layout(name: str) -> _Layout | None:
-    pattern = r"(.*\.)?{}\.(weight|bias)"
-    return next((one for one in _LAYOUTS if re.fullmatch(pattern.format(one.path), name)), None)
+    for layout in _LAYOUTS:
+        if re.fullmatch(rf"(.*\.)?{layout.path}\.(weight|bias)", name):
+            return layout
+    return None
 
 
 def _split_by_class(layout: _Layout, tensor: Tensor, num_classes: int) -> Tensor | None:

@@ -24,7 +24,7 @@ class ClassChange:
         new = [name for name in self.now if name not in self.old]
         dropped = [name for name in self.old if name not in self.now]
         groups = {"kept by name": self.kept, "new": new, "dropped": dropped}
-        parts = (f"{what} ({len(n)}): {', '.join(n) or '-'}" for what, n in groups.items())
+        parts = [f"{what} ({len(n)}): {', '.join(n) or '-'}" for what, n in groups.items()]
         return f"classes {'; '.join(parts)}"
 
 
@@ -77,8 +77,10 @@ class LoadReport:
                 parts.append(f"{name}: new, {group.num_tensors} tensors")
             elif group.num_tensors:
                 parts.append(f"{group.num_loaded}/{group.num_tensors} {name} tensors")
-        parts += [_count(self.unexpected, "unexpected"), _count(self.unused, "not used")]
-        parts += [f"skipped: {', '.join(self.skipped)}"] if self.skipped else []
+        parts.append(_count(self.unexpected, "unexpected"))
+        parts.append(_count(self.unused, "not used"))
+        if self.skipped:
+            parts.append(f"skipped: {', '.join(self.skipped)}")
         lines = ["; ".join(filter(None, parts)), str(self.class_change or ""), self.note]
         return "\n".join(filter(None, lines))
 
@@ -93,10 +95,14 @@ class LoadReport:
         With ``new_parts``, it is no error if the file lacks whole parts of the model, or has
         tensors in ``unused``.
         """
-        groups = [g for g in self.groups.values() if not (new_parts and g.is_new)]
+        groups = list(self.groups.values())
+        unexpected = self.unexpected + self.unused
+        if new_parts:
+            groups = [group for group in groups if not group.is_new]
+            unexpected = self.unexpected
         errors = [
             _count([name for group in groups for name in group.missing], "missing"),
-            _count(self.unexpected + (() if new_parts else self.unused), "unexpected"),
+            _count(unexpected, "unexpected"),
             _count([name for group in groups for name in group.mismatched], "of another shape"),
         ]
         return [error for error in errors if error]
@@ -110,9 +116,12 @@ def check_complete(report: LoadReport, *, allow_partial: bool = False) -> None:
     """
     problems = report.find_errors(new_parts=True)
     errors = "; ".join([*problems, *filter(None, [report.note])])
-    has_full_part = any(0 < one.num_loaded == one.num_tensors for one in report.groups.values())
-    is_little = 2 * report.num_loaded < report.num_stored and not has_full_part
-    if is_little or not report.num_loaded:
+    has_full_part = any(
+        group.num_loaded > 0 and group.num_loaded == group.num_tensors
+        for group in report.groups.values()
+    )
+    fits_little = 2 * report.num_loaded < report.num_stored and not has_full_part
+    if fits_little or not report.num_loaded:
         raise UserError(
             f"'{report.file}' is of another architecture: {report.num_loaded} of its "
             f"{report.num_stored} tensors fit the model ({errors})"
@@ -132,11 +141,14 @@ def check_exact(report: LoadReport, advice: str) -> None:
             f"'{report.file}' was trained on the classes {list(change.old)}, but the model's are "
             f"{list(change.now)}; {advice}"
         )
-    if errors := report.find_errors(new_parts=False):
+    errors = report.find_errors(new_parts=False)
+    if errors:
         raise UserError(
             f"'{report.file}' does not fit the model of the config: {'; '.join(errors)}; {advice}"
         )
 
 
 def _count(names: Sequence[str], what: str) -> str:
-    return f"{len(names)} {what} ({join_first(names)})" if names else ""
+    if not names:
+        return ""
+    return f"{len(names)} {what} ({join_first(names)})"

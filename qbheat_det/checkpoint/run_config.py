@@ -45,7 +45,7 @@ def load_run_config(
         UserError: a file is missing, the config is invalid, or the device is not available.
     """
     weights = find_weights(weights)
-    cfg = load_config(config_file, opts) if config_file else _load_own_config(weights, opts)
+    cfg = load_config(config_file, opts) if config_file else _load_config_of_weights(weights, opts)
     if device is None and "MODEL.DEVICE" in opts[::2]:
         device = cfg.MODEL.DEVICE
     cfg.MODEL.DEVICE = choose_device(device)
@@ -61,23 +61,24 @@ def choose_device(device: str | None) -> str:
     """
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
+    unknown = f"MODEL.DEVICE (device) is '{device}', expected cpu or cuda"
     try:
-        kind, number = torch.device(device).type, torch.device(device).index
-    except RuntimeError:
-        kind, number = "", None
-    if kind in ("", "meta"):  # tensors of "meta" have no values
-        raise UserError(f"MODEL.DEVICE (device) is '{device}', expected cpu or cuda")
-    if kind == "cuda" and not torch.cuda.is_available():
+        parsed = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(unknown) from error
+    if parsed.type == "meta":  # its tensors have no values
+        raise UserError(unknown)
+    if parsed.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"MODEL.DEVICE (device) is '{device}', but PyTorch sees no GPU: use cpu")
-    if kind == "cuda" and number is not None:
-        if number >= torch.cuda.device_count():
-            count = torch.cuda.device_count()
+    if parsed.type == "cuda" and parsed.index is not None:
+        count = torch.cuda.device_count()
+        if parsed.index >= count:
             raise UserError(f"MODEL.DEVICE (device) is '{device}', but PyTorch sees {count} GPUs")
-        torch.cuda.set_device(number)
+        torch.cuda.set_device(parsed.index)
     return device
 
 
-def _load_own_config(weights: str, opts: Sequence[str]) -> CfgNode:
+def _load_config_of_weights(weights: str, opts: Sequence[str]) -> CfgNode:
     info = info_of(weights)
     if info is not None and info.config:
         cfg = load_embedded_config(info.config, f"the config inside '{weights}'", opts)
@@ -103,8 +104,9 @@ def load_embedded_config(text: str, where: str, opts: Sequence[str] = ()) -> Cfg
     except yaml.YAMLError as error:
         raise UserError(f"{where} is not plain YAML") from error
     # A small file with nested aliases could fill the memory. Escapes can hide "_BASE_" in the text.
-    if any(isinstance(e, yaml.AliasEvent) or getattr(e, "value", "") == "_BASE_" for e in events):
-        raise UserError(f"{where} is refused: it refers to other files or to itself")
+    for event in events:
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "value", "") == "_BASE_":
+            raise UserError(f"{where} is refused: it refers to other files or to itself")
     with tempfile.TemporaryDirectory() as folder:
         unpacked = Path(folder) / "config.yaml"
         unpacked.write_text(text, encoding="utf-8", errors="replace")
@@ -112,7 +114,9 @@ def load_embedded_config(text: str, where: str, opts: Sequence[str] = ()) -> Cfg
             cfg = load_config(unpacked, opts)
         except (UserError, RecursionError) as error:
             message = str(error).replace(str(unpacked), where)
-            raise UserError(message if where in message else f"{where}: {message}") from error
+            if where not in message:
+                message = f"{where}: {message}"
+            raise UserError(message) from error
     _refuse_pickles(cfg, where, opts)
     return cfg
 

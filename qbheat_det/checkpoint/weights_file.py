@@ -39,9 +39,14 @@ _ZOO = "qbheat://"
 _SUFFIXES = (".safetensors", ".pth", ".pt", ".pkl", ".pickle", ".bin", ".onnx", ".pt2")
 # Keys under which training scripts store weights; plain weights come before moving averages.
 _STATE_KEYS = (
-    "model", "state_dict", "model_state_dict", "model_state",
-    "model_ema", "state_dict_ema", "ema_state_dict",
-)  # fmt: skip
+    "model",
+    "state_dict",
+    "model_state_dict",
+    "model_state",
+    "model_ema",
+    "state_dict_ema",
+    "ema_state_dict",
+)
 
 
 @dataclass(frozen=True)
@@ -82,18 +87,22 @@ class WeightsInfo:
 
     def value_of(self, key: str) -> object:
         """Returns the value of a key such as "MODEL.DEVICE" in the stored config, or None."""
-        found = _parse_config(self.config)
+        value = _parse_config(self.config)
         for part in key.split("."):
-            found = found.get(part) if isinstance(found, dict) else None
-        return found
+            if not isinstance(value, dict):
+                return None
+            value = value.get(part)
+        return value
 
     @property
     def timm_name(self) -> str:
         """timm's name of the network that was trained; "" if the network is not from timm."""
-        keys = ("MODEL.BACKBONE.NAME", "MODEL.FPN.BOTTOM_UP")
-        name = str(self.value_of(keys[0]))
-        name = str(self.value_of(keys[1])) if name == "build_fpn_backbone" else name
-        return name.removeprefix(TIMM_PREFIX) if name.startswith(TIMM_PREFIX) else ""
+        name = str(self.value_of("MODEL.BACKBONE.NAME"))
+        if name == "build_fpn_backbone":
+            name = str(self.value_of("MODEL.FPN.BOTTOM_UP"))
+        if not name.startswith(TIMM_PREFIX):
+            return ""
+        return name.removeprefix(TIMM_PREFIX)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as strings, numbers and lists, for JSON and checkpoints."""
@@ -107,13 +116,16 @@ class WeightsInfo:
             return None
         names = [field.name for field in dataclasses.fields(cls)]
         known = {name: content[name] for name in names if name in content}
-        untrained = known.get("iteration") == -1  # ``parse_record`` refuses negative integers
-        known |= {"iteration": 0} if untrained else {}
+        is_untrained = known.get("iteration") == -1
+        if is_untrained:  # ``parse_record`` refuses negative integers
+            known["iteration"] = 0
         try:
             info = typing.cast(WeightsInfo, parse_record(cls, known, "the description"))
         except UserError:
             return None
-        return dataclasses.replace(info, iteration=-1) if untrained else info
+        if is_untrained:
+            info = dataclasses.replace(info, iteration=-1)
+        return info
 
 
 @functools.lru_cache(maxsize=4)
@@ -136,7 +148,9 @@ class WeightsFile:
     def evaluated(self) -> dict[str, Tensor]:
         """The moving average of the weights if the file has one, else ``state``."""
         average: Any = self.rest.get("ema")
-        return dict(average) if _is_state(average) else self.state
+        if _is_state(average):
+            return dict(average)
+        return self.state
 
 
 def read_weights(path: str) -> tuple[dict[str, Tensor], WeightsInfo | None]:
@@ -165,8 +179,8 @@ def local_weights(path: str) -> str:
     """
     if "://" not in path:
         return path
-    # Without a suffix, the model zoo writes a copy for Detectron2.
-    path = f"{path}.safetensors" if path.startswith(_ZOO) else path
+    if path.startswith(_ZOO):  # without a suffix, the model zoo writes a copy for Detectron2
+        path = f"{path}.safetensors"
     try:
         return str(PathManager.get_local_path(path))
     except UserError:
@@ -181,7 +195,8 @@ def find_weights(name: str | os.PathLike[str]) -> str:
     From a folder, returns the best weights, or else the final or newest ones. Raises a
     ``UserError`` if a folder has no weights.
     """
-    name, path = str(name), Path(name)
+    name = str(name)
+    path = Path(name)
     if not name or "://" in name or path.is_file() or path.suffix.lower() in _SUFFIXES:
         return name
     if not path.is_dir():
@@ -189,7 +204,8 @@ def find_weights(name: str | os.PathLike[str]) -> str:
     for best in ("model.safetensors", "model_best.safetensors", "model_final.safetensors"):
         if (path / best).is_file():
             return str(path / best)
-    if checkpoints := sorted(path.glob("model_*.pth")):
+    checkpoints = sorted(path.glob("model_*.pth"))
+    if checkpoints:
         return str(checkpoints[-1])
     raise UserError(f"'{name}' is a folder without weights, such as model_final.safetensors")
 
@@ -215,13 +231,15 @@ def info_of(path: str) -> WeightsInfo | None:
         with _open_safetensors(path) as opened:
             return _parse_metadata(opened.metadata())
     loaded = load_pytorch(path, mmap=True)
-    return WeightsInfo.from_dict(loaded.get("info")) if isinstance(loaded, dict) else None
+    if not isinstance(loaded, dict):
+        return None
+    return WeightsInfo.from_dict(loaded.get("info"))
 
 
 def class_names_of(path: str) -> tuple[str, ...]:
     """Returns the class names in a file's metadata; empty if there are none."""
-    info = info_of(path)
-    return () if info is None else info.class_names
+    info = info_of(path) or WeightsInfo()
+    return info.class_names
 
 
 def check_weights_file(weights: str) -> str:
@@ -253,10 +271,10 @@ def load_pytorch(path: str, *, mmap: bool = False) -> Any:
     """
     try:
         # Files of PyTorch before 1.6 are not zip files and cannot be mapped.
-        mapped = mmap and zipfile.is_zipfile(path)
+        mmap = mmap and zipfile.is_zipfile(path)
         with warnings.catch_warnings():  # PyTorch asks users to report files that are refused here
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # a broken zip file can raise anything
         if isinstance(error, pickle.UnpicklingError) and "Unsupported global" in str(error):
             raise UserError(
@@ -284,7 +302,10 @@ def _read_safetensors(path: str) -> WeightsFile:
     state = safetensors.torch.load_file(path)
     if not state:
         raise UserError(f"'{path}' contains no weights: it has no tensors")
-    return WeightsFile(state, {} if info is None else {"info": info.to_dict()}, info)
+    rest: dict[str, Any] = {}
+    if info is not None:
+        rest["info"] = info.to_dict()
+    return WeightsFile(state, rest, info)
 
 
 def _open_safetensors(path: str) -> Any:

@@ -17,7 +17,17 @@ from .loading import (
 )
 
 __all__ = [
-    "Rules", "add_qbheat_config", "at_least", "check_values", "dump_config",
-    "find_memory_format", "get_cfg", "get_config_path", "get_value", "load_config", "one_of",
-    "refuse_bad_values", "with_values",
-]  # fmt: skip
+    "Rules",
+    "add_qbheat_config",
+    "at_least",
+    "check_values",
+    "dump_config",
+    "find_memory_format",
+    "get_cfg",
+    "get_config_path",
+    "get_value",
+    "load_config",
+    "one_of",
+    "refuse_bad_values",
+    "with_values",
+]

@@ -175,12 +175,12 @@ _KEYS: dict[str, dict[str, Any]] = {
         "MIXUP": 0.0,
         "CUTMIX": 0.0,
     },
-    "MODEL.SEMI": {  # training on DATASETS.UNLABELLED; the teacher is the average of SOLVER.EMA
+    "MODEL.SEMI": {  # training on DATASETS.UNLABELLED; the mean teacher is SOLVER.EMA
         "BURN_IN": 0.25,  # share of the run, at its start, that uses only labelled images
         "RATIO": 1,  # unlabelled images per labelled image of a step
         "WEIGHT": 1.0,  # weight of the losses on unlabelled images
-        # Number of locations that learn from the teacher (those with its highest scores), divided
-        # by the number of locations that belong to objects in the labelled images.
+        # Number of locations that learn from the mean teacher (those with its highest scores),
+        # divided by the number of locations that belong to objects in the labelled images.
         "TOP_RATIO": 2.0,
     },
     "MODEL.CACHE_FEATURES": {
@@ -277,50 +277,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         "K": 20,  # number of neighbors that vote
         "TEMPERATURE": 0.07,  # the weight of a vote is exp(cosine similarity / temperature)
     },
-}
-
-# Maps removed keys to the only value that is still supported. Weights of earlier versions have
-# these keys in their configs.
-RETIRED: dict[str, object] = {
-    "DATALOADER.CACHE_GB": 20.0,
-    "DATALOADER.RETRY_SECONDS": 300.0,
-    "DATALOADER.SHUFFLE_SHARDS": 32,
-    "INPUT.PRETRAIN.MEMORY_GB": 4.0,
-    "INPUT.PRETRAIN.RATIO": [3 / 4, 4 / 3],
-    "INPUT.TWO_VIEWS.BLUR_PROBABILITY": 0.5,
-    "INPUT.TWO_VIEWS.BLUR_SIGMA": [0.1, 2.0],
-    "INPUT.TWO_VIEWS.GREY_PROBABILITY": 0.2,
-    "INPUT.TWO_VIEWS.JITTER": [0.4, 0.4, 0.4, 0.1],
-    "INPUT.TWO_VIEWS.JITTER_PROBABILITY": 0.8,
-    "MODEL.ACTIVATION_CHECKPOINTING": False,
-    "MODEL.DEPLOY.COMPILE": "auto",
-    "MODEL.DEPLOY.IMAGE_SIZES": [],
-    "MODEL.MF_DETR.DEEP_SUPERVISION": True,
-    "MODEL.MF_DETR.DENOISING.BOX_NOISE": 0.4,
-    "MODEL.MF_DETR.DENOISING.GROUPS": 0,
-    "MODEL.MF_DETR.DENOISING.LABEL_NOISE": 0.25,
-    "MODEL.MF_DETR.DENOISING.MAX_QUERIES": 200,
-    "MODEL.MF_DETR.DENOISING.NEGATIVES": True,
-    "MODEL.MF_DETR.DENOISING.WEIGHT": 1.0,
-    "MODEL.MF_DETR.QUERY_GROUPS.COUNT": 1,
-    "MODEL.MF_DETR.QUERY_GROUPS.WEIGHT": 1.0,
-    "MODEL.MF_DETR.QUERY_SELECTION.POSITIONS_PER_BOX": 6,
-    "MODEL.MF_DETR.QUERY_SELECTION.WEIGHT": 1.0,
-    "MODEL.QB_HEAT.DECODER_MLP_RATIO": 4.0,
-    "MODEL.QB_HEAT.LOSS_ON": "masked",
-    "MODEL.SEMI.DROP_CHANNELS": 0.2,
-    "MODEL.SEMI.ERASE": 0.2,
-    "MODEL.SEMI.TOP_SHARE": 0.01,
-    "MODEL.TEACHER.FINER": [],
-    "MODEL.TIMM.NAME": "resnet18",
-    "SOLVER.CHECKPOINT_URL": "",
-    "SOLVER.COMPILE": False,
-    "SOLVER.EMA.WARMUP": True,
-    "SOLVER.LOG_TOKENS": True,
-    "SOLVER.WANDB_PROJECT": "",
-    "TEST.COCO_EVAL_LIBRARY": "auto",
-    "TEST.KNN.TRAIN": [],
-    "TEST.KNN.VAL": [],
 }
 
 

@@ -5,7 +5,6 @@ import ast
 import contextlib
 import difflib
 import functools
-import logging
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,21 +14,17 @@ from typing import Any
 import torch
 import yaml
 from detectron2.config import CfgNode
-from detectron2.utils.logger import log_first_n
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
 
-from .defaults import RETIRED, get_cfg
+from .defaults import get_cfg
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # The loader of libyaml is ten times as fast.
 Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper: type = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _MAX_DEPTH = 100  # largest depth of nested values in YAML
-# Groups whose removed keys change the tensors or the losses of a model.
-_CHANGE_MODEL = ("MODEL.MF_DETR.", "MODEL.QB_HEAT.", "MODEL.TEACHER.")
-_COMMAND_LINE = "command line"  # the source of overrides in messages
 
 # Maps keys whose unit is epochs to Detectron2's keys in iterations, which are computed from them.
 EPOCH_KEYS = {
@@ -63,9 +58,10 @@ def get_config_path(name: str | os.PathLike[str]) -> str:
     for root in roots:
         if (root / short).is_file():
             return str(root / short)
-    known = sorted({str(path.relative_to(root)) for root in roots for path in root.rglob("*.yaml")})
-    near = difflib.get_close_matches(short, known, n=3, cutoff=0.3) or known[:3]
-    raise UserError(f"config file '{name}' does not exist; did you mean {', '.join(near)}?")
+    shipped = {str(path.relative_to(root)) for root in roots for path in root.rglob("*.yaml")}
+    similar = difflib.get_close_matches(short, sorted(shipped), n=3, cutoff=0.3)
+    similar = similar or sorted(shipped)[:3]
+    raise UserError(f"config file '{name}' does not exist; did you mean {', '.join(similar)}?")
 
 
 def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] = ()) -> CfgNode:
@@ -84,12 +80,14 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
             has the wrong type; or a timm model does not exist.
     """
     cfg = get_cfg()
-    layers = [] if path is None else _read_layers(Path(get_config_path(path)))
+    layers = []
+    if path is not None:
+        layers += _read_layers(Path(get_config_path(path)))
     if len(opts) % 2:
         raise UserError(f"overrides are KEY VALUE pairs, but '{opts[-1]}' has no partner")
-    layers.append((_COMMAND_LINE, dict(zip(opts[::2], opts[1::2], strict=True))))
+    layers.append(("command line", dict(zip(opts[::2], opts[1::2], strict=True))))
     for source, values in layers:
-        for key, value in without_retired(values, source).items():
+        for key, value in values.items():
             _set(cfg, key, value, source)
     switch_off_overruled_epochs(cfg, [values for _, values in layers])
     for key in ("MODEL.BACKBONE.NAME", "MODEL.FPN.BOTTOM_UP"):
@@ -115,7 +113,10 @@ class _WithoutReferences(_Dumper):
 
 
 def _to_dict(cfg: CfgNode) -> dict[str, object]:
-    return {k: _to_dict(v) if isinstance(v, CfgNode) else v for k, v in cfg.items()}
+    values = {}
+    for key, value in cfg.items():
+        values[key] = _to_dict(value) if isinstance(value, CfgNode) else value
+    return values
 
 
 def load_yaml(text: str) -> Any:
@@ -134,42 +135,17 @@ def read_values(text: str) -> dict[str, object]:
     return dict(list_leaves(load_yaml(text) or {}))
 
 
-def without_retired(values: Mapping[str, object], source: str) -> dict[str, object]:
-    """Returns values by dotted key without the keys that this package no longer has.
-
-    If such a key has a value that is no longer supported, logs a warning that names ``source``. If
-    the key changes the model, raises a ``UserError`` instead. Any value of ``VIS`` is accepted,
-    because weights of earlier versions have this key. It only drew figures in training.
-    """
-    figures = [key for key in values if key.startswith("VIS.")]
-    if figures and source == _COMMAND_LINE:
-        _warn_once(f"{source}: {figures[0]} was removed: qbheat report draws the figures")
-    for key in ("MODEL.BACKBONE.NAME", "MODEL.FPN.BOTTOM_UP"):
-        if values.get(key) == "TimmBackbone":
-            name = values.get("MODEL.TIMM.NAME", "resnet18")
-            raise UserError(f"{source}: {key} TimmBackbone was removed: use {TIMM_PREFIX}{name}")
-    for key, only in RETIRED.items():
-        if str(value := values.get(key, only)) != str(only):
-            message = f"{source}: {key} was removed, {value!r} is not supported (see CHANGELOG.md)"
-            if key.startswith(_CHANGE_MODEL):
-                raise UserError(f"{message}: leave the key out, or use --config-file")
-            _warn_once(message)
-    return {k: v for k, v in values.items() if k not in RETIRED and k not in figures}
-
-
-def _warn_once(message: str) -> None:
-    """Logs a warning once per process: a command reads its config several times."""
-    log_first_n(logging.WARNING, message, key="message", name=__name__)
-
-
 def with_values(cfg: CfgNode, values: Mapping[str, object] | None = None) -> CfgNode:
     """Returns an unfrozen copy of a config in which ``values`` are set by dotted key."""
-    own: CfgNode = cfg.clone()
-    own.defrost()
+    changed: CfgNode = cfg.clone()
+    changed.defrost()
     for key, value in (values or {}).items():
-        node, _, name = key.rpartition(".")
-        (get_value(own, node) if node else own)[name] = value
-    return own
+        *parents, name = key.split(".")
+        node = changed
+        for parent in parents:
+            node = node[parent]
+        node[name] = value
+    return changed
 
 
 def list_leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -192,8 +168,10 @@ def _set(cfg: CfgNode, key: str, value: object, source: str) -> None:
         present = get_value(cfg, key)
     except (KeyError, TypeError):
         known = [name for name, _ in list_leaves(cfg)]
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-        raise UserError(f"{source}: unknown config key '{key}'; did you mean '{near}'?") from None
+        nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+        raise UserError(
+            f"{source}: unknown config key '{key}'; did you mean '{nearest}'?"
+        ) from None
     if isinstance(present, CfgNode):
         raise UserError(f"{source}: '{key}' is a group of keys and takes no value of its own")
     if isinstance(present, float) and str(value).lstrip("+-").isdecimal():
@@ -222,16 +200,20 @@ def _read_layers(
     if not isinstance(content, dict):
         raise UserError(f"{path} is not a config: its top level must be a mapping of keys")
     base = content.pop("_BASE_", None)
-    bases = [base] if isinstance(base, str) else base or []
+    bases = base or []
+    if isinstance(base, str):
+        bases = [base]
     if not isinstance(bases, list) or not all(isinstance(name, str) for name in bases):
         raise UserError(f"{path}: _BASE_ must be the path of a YAML file, but is {base!r}")
     layers = []
     for name in bases:
         layers += _read_layers(path.parent / os.path.expanduser(name), (*children, absolute))
     values = dict(list_leaves(content))
-    if first := values.get("SOLVER.FIRST_STAGE"):  # beside this file, or a shipped config
-        beside = absolute.parent / os.path.expanduser(str(first))
-        values["SOLVER.FIRST_STAGE"] = str(beside) if beside.is_file() else first
+    first_stage = values.get("SOLVER.FIRST_STAGE")
+    if first_stage:  # a file beside this one, or the name of a shipped config
+        beside = absolute.parent / os.path.expanduser(str(first_stage))
+        if beside.is_file():
+            values["SOLVER.FIRST_STAGE"] = str(beside)
     return [*layers, (str(path), values)]
 
 
@@ -269,7 +251,9 @@ def switch_off_overruled_epochs(cfg: CfgNode, layers: Sequence[Mapping[str, obje
 
 def _is_on(value: object) -> bool:
     """Whether a value in epochs is neither 0 nor empty; values of the command line are text."""
-    return bool(ast.literal_eval(value) if isinstance(value, str) else value)
+    if isinstance(value, str):
+        value = ast.literal_eval(value)
+    return bool(value)
 
 
 def check_timm_name(name: str) -> None:
@@ -282,10 +266,10 @@ def check_timm_name(name: str) -> None:
 
     model, _, tag = name.partition(".")
     if not timm.is_model(model):
-        near = difflib.get_close_matches(model, timm.list_models(), n=3, cutoff=0.3)
+        similar = difflib.get_close_matches(model, timm.list_models(), n=3, cutoff=0.3)
         raise UserError(
             f"timm {timm.__version__} has no model '{model}'; did you mean "
-            f"{', '.join(near) or 'resnet50'}?"
+            f"{', '.join(similar) or 'resnet50'}?"
         )
     if tag:
         raise UserError(
@@ -296,11 +280,16 @@ def check_timm_name(name: str) -> None:
 
 def find_memory_format(cfg: CfgNode) -> torch.memory_format:
     """Returns the memory format. With ``MODEL.CHANNELS_LAST`` None, only CPUs use channels-last."""
-    asked = cfg.MODEL.CHANNELS_LAST
-    if asked not in (None, True, False):  # yacs accepts any type in place of None
-        raise UserError(f"MODEL.CHANNELS_LAST must be True, False or None, but is '{asked}'")
-    innermost = torch.device(cfg.MODEL.DEVICE).type == "cpu" if asked is None else asked
-    return torch.channels_last if innermost else torch.contiguous_format
+    channels_last = cfg.MODEL.CHANNELS_LAST
+    if channels_last not in (None, True, False):  # yacs accepts any type in place of None
+        raise UserError(
+            f"MODEL.CHANNELS_LAST must be True, False or None, but is '{channels_last}'"
+        )
+    if channels_last is None:
+        channels_last = torch.device(cfg.MODEL.DEVICE).type == "cpu"
+    if channels_last:
+        return torch.channels_last
+    return torch.contiguous_format
 
 
 def one_of(*names: str) -> tuple[Callable[[Any], object], str]:
@@ -320,7 +309,8 @@ def check_values(cfg: CfgNode, rules: Rules) -> None:
         UserError: a value is not valid; the message names its key.
     """
     for key, (is_valid, expected) in rules.items():
-        if not is_valid(value := get_value(cfg, key)):
+        value = get_value(cfg, key)
+        if not is_valid(value):
             raise UserError(f"{key} is {value!r}, expected {expected}")
 
 
@@ -333,7 +323,9 @@ def refuse_bad_values(where: str) -> Iterator[None]:
     try:
         yield
     except (AssertionError, LookupError, RuntimeError, ValueError) as error:
-        reason = str(error) if isinstance(error, ValueError) else repr(error)
+        reason = repr(error)
+        if isinstance(error, ValueError):
+            reason = str(error)
         raise UserError(
             f"no model can be built from {where}: {reason} (QBHEAT_TRACEBACK=1 shows where)"
         ) from error

@@ -18,10 +18,9 @@ from .datasets.image_folder import (
 )
 from .datasets.image_suffixes import IMAGE_SUFFIXES
 from .datasets.sources import (
+    CLASSES,
     DataSource,
     Source,
-    find_format,
-    forget_annotations,
     open_images,
     open_source,
     read_annotations,
@@ -36,12 +35,10 @@ from .datasets.splits import (
     read_split,
     split_source,
 )
-from .image_batches import ImageBatches, build_class_batches, build_image_batches
+from .image_batches import ImageBatches
 from .images import IMAGE_FORMATS, find_image_errors, match_image_errors
-from .loader import TrainStream, build_train_stream, cut, fingerprint_records, load_test_set
+from .loader import TrainStream, build_train_stream, cut, fingerprint_records
 from .mappers import (
-    MAPPERS_OF_CLASSES,
-    MAPPERS_OF_IMAGES,
     FixedViews,
     Mapper,
     PretrainingMapper,
@@ -49,15 +46,14 @@ from .mappers import (
     build_mapper,
     number_records,
 )
-from .tiles import TiledEvaluator, check_tile, list_tiles, merge_images, merge_tiles
+from .tiles import TiledEvaluator, check_tile, cut_records, list_tiles, merge_images, merge_tiles
 from .unlabelled import StrongViews
 
 __all__ = [
+    "CLASSES",
     "IMAGE_FORMATS",
     "IMAGE_SUFFIXES",
     "LEFT_OUT_FILE",
-    "MAPPERS_OF_CLASSES",
-    "MAPPERS_OF_IMAGES",
     "SEEN_FILE",
     "SPLIT_FILE",
     "Account",
@@ -73,21 +69,18 @@ __all__ = [
     "StrongViews",
     "TiledEvaluator",
     "TrainStream",
-    "build_class_batches",
     "build_detr_crop",
-    "build_image_batches",
     "build_mapper",
     "build_train_stream",
     "check_image_folder",
     "check_same_classes",
     "check_tile",
     "cut",
-    "find_format",
+    "cut_records",
     "find_image_errors",
     "find_record_errors",
     "fingerprint_images",
     "fingerprint_records",
-    "forget_annotations",
     "join_accounts",
     "join_messages",
     "list_classes",
@@ -95,7 +88,6 @@ __all__ = [
     "load_class_folders",
     "load_classes",
     "load_image_folders",
-    "load_test_set",
     "match_image_errors",
     "merge_images",
     "merge_tiles",

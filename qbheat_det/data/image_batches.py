@@ -8,18 +8,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog, DatasetFromList, MapDataset
+from detectron2.data import DatasetFromList, MapDataset
 from detectron2.data.build import trivial_batch_collator
 from detectron2.data.samplers import InferenceSampler
 from torch import is_tensor
 from torch.utils.data import DataLoader
 
 from qbheat_det.data.checks import DataError, count_files
-from qbheat_det.modeling.contracts import get_views
 
-from .datasets.image_folder import load_classes
-from .mappers import Mapper, build_mapper, number_records
+from .mappers import Mapper
 
 BATCH_SIZE = 64
 """Images per batch and process."""
@@ -71,21 +68,6 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
             self.skipped.update({e.where: e for e in batch if isinstance(e, DataError)})
             if whole := [_own(entry) for entry in batch if not isinstance(entry, DataError)]:
                 yield whole
-
-
-def build_image_batches(
-    cfg: CfgNode, dataset_name: str, *, mapper: Mapper | None = None
-) -> ImageBatches:
-    """Builds the batches of a registered set, with one dict per image and view (``get_views``)."""
-    records = with_views(number_records(DatasetCatalog.get(dataset_name)), get_views(cfg).values())
-    mapper = mapper or build_mapper(cfg, is_train=False)
-    return ImageBatches(records, mapper=mapper, num_workers=cfg.DATALOADER.NUM_WORKERS)
-
-
-def build_class_batches(cfg: CfgNode, dataset_name: str) -> ImageBatches:
-    """Builds the batches of a registered set, whose labels index ``MODEL.CLASS_NAMES``."""
-    records, mapper = load_classes([dataset_name], cfg.MODEL.CLASS_NAMES), build_mapper(cfg, False)
-    return ImageBatches(records, mapper=mapper, num_workers=cfg.DATALOADER.NUM_WORKERS)
 
 
 def with_views(

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetFromList, get_detection_dataset_dicts
+from detectron2.data import DatasetFromList
 from detectron2.data.build import trivial_batch_collator
 from detectron2.data.samplers import TrainingSampler
 from detectron2.utils import comm
@@ -27,9 +27,7 @@ from qbheat_det.core.seeding import IMAGE, preserved_randomness, seed_place
 from qbheat_det.data.checks import DataError, count_files, refuse_broken_half
 from qbheat_det.modeling.contracts import TILE, UNLABELLED
 
-from .datasets.image_folder import list_classes, load_classes
-from .mappers import MAPPERS_OF_CLASSES, FixedViews, Mapper, build_mapper, number_records
-from .tiles import cut_records
+from .mappers import FixedViews, Mapper, build_mapper, number_records
 from .unlabelled import build_strong_views, load_unlabelled
 
 Entry = tuple[int, int]
@@ -210,15 +208,14 @@ def cut(items: Sequence[T], parts: int) -> list[list[T]]:
     return [list(items[low:high]) for low, high in itertools.pairwise(bounds)]
 
 
-def build_train_stream(cfg: CfgNode) -> TrainStream:
-    """Builds the stream of ``DATASETS.TRAIN``.
+def build_train_stream(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> TrainStream:
+    """Builds the stream of the training images, whose records are ``dataset``.
 
     With ``INPUT.FIXED_VIEWS.COUNT`` above 0, its mapper is a ``FixedViews``. Raises a ``UserError``
     if there are no training images or the sampler is not Detectron2's default.
     """
     if cfg.DATALOADER.SAMPLER_TRAIN != "TrainingSampler":
         raise UserError("DATALOADER.SAMPLER_TRAIN must be TrainingSampler")
-    dataset = _load_training_set(cfg)
     mapper: Mapper = build_mapper(cfg, is_train=True)
     if cfg.INPUT.FIXED_VIEWS.COUNT:
         mapper = FixedViews(mapper, cfg.INPUT.FIXED_VIEWS.COUNT, cfg.INPUT.FIXED_VIEWS.SEED)
@@ -244,29 +241,6 @@ def build_train_stream(cfg: CfgNode) -> TrainStream:
         unlabelled=unlabelled,
         **settings,
     )
-
-
-def _load_training_set(cfg: CfgNode) -> Sequence[dict[str, Any]]:
-    names = cfg.DATASETS.TRAIN
-    if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
-        return load_classes(names, cfg.MODEL.CLASS_NAMES or list_classes(names))
-    keypoints = cfg.MODEL.ROI_KEYPOINT_HEAD.MIN_KEYPOINTS_PER_IMAGE
-    records = get_detection_dataset_dicts(
-        names,
-        filter_empty=cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
-        min_keypoints=keypoints if cfg.MODEL.KEYPOINT_ON else 0,
-        proposal_files=cfg.DATASETS.PROPOSAL_FILES_TRAIN if cfg.MODEL.LOAD_PROPOSALS else None,
-    )
-    return cut_records(records, cfg.INPUT.TILE, is_train=True)
-
-
-def load_test_set(cfg: CfgNode, dataset_name: str) -> list[dict[str, Any]]:
-    """Returns the records of a detector's test set; with ``INPUT.TILE``, also of their tiles."""
-    files = None
-    if cfg.MODEL.LOAD_PROPOSALS:
-        files = [cfg.DATASETS.PROPOSAL_FILES_TEST[list(cfg.DATASETS.TEST).index(dataset_name)]]
-    records = get_detection_dataset_dicts(dataset_name, filter_empty=False, proposal_files=files)
-    return cut_records(records, cfg.INPUT.TILE, is_train=False)
 
 
 def _group(entries: Iterable[Entry], wide: np.ndarray, size: int) -> Iterator[list[Entry]]:

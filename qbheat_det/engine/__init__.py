@@ -1,13 +1,23 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Training, evaluation and prediction on Detectron2's engine."""
+"""Training and evaluation on Detectron2's engine: ``assemble_run``, ``setup`` and ``Trainer``."""
 
 from .launch import run_distributed
-from .resume import record_start
+from .run import Stage, assemble_evaluation, assemble_run
+from .run_config import read_config
 from .run_flags import RunFlags
-from .setup import build_config, setup
-from .trainer import Trainer, evaluate, start_run, train_afresh
+from .run_record import record_start
+from .setup import setup
+from .trainer import Trainer, evaluate
 
 __all__ = [
-    "RunFlags", "Trainer", "build_config", "evaluate", "record_start", "run_distributed", "setup",
-    "start_run", "train_afresh",
-]  # fmt: skip
+    "RunFlags",
+    "Stage",
+    "Trainer",
+    "assemble_evaluation",
+    "assemble_run",
+    "evaluate",
+    "read_config",
+    "record_start",
+    "run_distributed",
+    "setup",
+]

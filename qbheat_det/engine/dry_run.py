@@ -13,10 +13,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from detectron2.config import CfgNode
@@ -28,16 +28,17 @@ from torch import nn
 from qbheat_det.config import with_values
 from qbheat_det.core.errors import Interrupted, UserError
 from qbheat_det.core.text import format_bytes, format_duration
-from qbheat_det.feature_cache.filling import find_known_views
+from qbheat_det.feature_cache.filling import Fill, find_known_views
 from qbheat_det.feature_cache.store import VIEWS_PER_FILE, AllViews, Encode, FeatureStore, Stored
 
 from .hooks import EvalHook, PeriodicCheckpointer, TrainingRun
 from .logs import describe_model, filter_detectron2_logs
+from .run import Stage
 from .trainer import Trainer
 
 _SUFFIX = "_dry_run"
 _NUM_TEST_IMAGES = 6
-ADVICE = "A lower SOLVER.EPOCHS at the end of the command makes the run shorter."
+_ADVICE = "A lower SOLVER.EPOCHS at the end of the command makes the run shorter."
 _TOO_SMALL = {
     "Disk": "The disk is too small: lower SOLVER.CHECKPOINTS_KEPT or free some space.",
     "Cache": "The disk of the cache is too small: lower INPUT.FIXED_VIEWS.COUNT, or set "
@@ -70,7 +71,8 @@ class DryRunReport:
     def __str__(self) -> str:
         lines = [self.model, "", f"{'Forecast':<32}{'each':>18}{'times':>10}{'together':>16}"]
         for name, (seconds, times) in self.costs.items():
-            each, together = format_duration(seconds), format_duration(seconds * times)
+            each = format_duration(seconds)
+            together = format_duration(seconds * times)
             lines.append(f"{name:<32}{each:>18}{times:>10,}{together:>16}")
         lines += [f"{'Whole run':<60}{format_duration(self.total_seconds):>16}", ""]
         for name, needed in self.memory.items():
@@ -83,16 +85,31 @@ class DryRunReport:
         return "\n".join([*lines, "Larger images take more memory and time."])
 
 
-def dry_run(
-    cfg: CfgNode, build_trainer: Callable[[CfgNode], Trainer], *, num_steps: int = 3
-) -> DryRunReport:
+class BuildTrainer(Protocol):
+    """A function that builds a trainer, such as ``Trainer``."""
+
+    def __call__(self, cfg: CfgNode, *, fill: Fill) -> Trainer:
+        """Returns a trainer that completes feature caches by ``fill``."""
+
+
+def print_forecasts(stages: Sequence[Stage], build_trainer: BuildTrainer) -> None:
+    """Prints the forecast of each stage of a run on the main process."""
+    texts = []
+    for stage in stages:
+        report = dry_run(stage.cfg, build_trainer)
+        texts += [stage.title, str(report)]
+    if comm.is_main_process():
+        print("\n\n".join(text for text in [*texts, _ADVICE] if text))
+
+
+def dry_run(cfg: CfgNode, build_trainer: BuildTrainer, *, num_steps: int = 3) -> DryRunReport:
     """Forecasts a run: trains a few steps, evaluates a few images and writes a checkpoint.
 
     All processes of a run must call this function.
 
     Args:
         cfg: config of the whole run.
-        build_trainer: builds a trainer from a config.
+        build_trainer: builds a trainer, such as ``Trainer``.
         num_steps: number of steps; the first half is a warm-up.
 
     Raises:
@@ -108,12 +125,11 @@ def dry_run(
             "DATASETS.TEST": names,
             "MODEL.SEMI.BURN_IN": 0.0,
         }
-        trainer = build_trainer(with_values(cfg, values))
-        planned, iterations = trainer.cfg, trainer.max_iter
-        trainer.resume_or_load(resume=False)
         cache = _Rehearsal(folder, test_scale=num_images / max(1, num_tried))
-        if features := trainer.cached_features or trainer.teacher:
-            features.fill = cache.encode
+        trainer = build_trainer(with_values(cfg, values), fill=cache.encode)
+        planned = trainer.cfg
+        iterations = trainer.max_iter
+        trainer.resume_or_load(resume=False)
         timer = _Timer(trainer)
         trainer.max_iter = min(iterations, num_steps)
         trainer.train()
@@ -122,9 +138,12 @@ def dry_run(
         checkpoint_seconds = time.perf_counter() - begin
         times, disk = _forecast_disk(planned, iterations, folder)
     unlabelled = trainer.data_loader.unlabelled
-    also = f", {unlabelled.batch_size} unlabelled" if unlabelled else ""
+    also = ""
+    if unlabelled:
+        also = f", {unlabelled.batch_size} unlabelled"
+    has_cache = trainer.cached_features or trainer.targets
     costs = {"Set-up": (timer.first_step_end - start - cache.spent, 1)}
-    if features:
+    if has_cache:
         costs[f"Encoding of {cache.num_views:,} views"] = cache.seconds, 1
     step = f"Step of {planned.SOLVER.IMS_PER_BATCH} images{also}"
     costs[step] = timer.step_seconds, iterations
@@ -133,7 +152,9 @@ def dry_run(
         seconds = timer.forecast_evaluation(num_images, num_tried)
         costs[f"Evaluation of {num_images:,} images"] = seconds, math.ceil(iterations / period)
     costs["Checkpoint"] = checkpoint_seconds, times
-    disks = {"Disk": disk, **({"Cache": cache.disk} if features else {})}
+    disks = {"Disk": disk}
+    if has_cache:
+        disks["Cache"] = cache.disk
     model = describe_model(cfg, trainer.bare_model)
     return DryRunReport(model=model, costs=costs, memory=timer.get_memory(), disks=disks)
 
@@ -164,7 +185,8 @@ class _Rehearsal:
         self._folder = folder / f"few_{comm.get_rank()}"
         self._test_scale = test_scale
         self.num_views = 0
-        self.seconds = self.spent = 0.0
+        self.seconds = 0.0
+        self.spent = 0.0
         self.disk = 0, 0
 
     def encode(
@@ -182,10 +204,14 @@ class _Rehearsal:
         few = _FewViews(self._folder / store.folder.name, number, dtype=store.dtype)
         few.write(0, encoded)
         known = find_known_views(store)
-        scale = 1.0 if (store.key or {})["is_train"] else self._test_scale
+        scale = self._test_scale
+        if (store.key or {})["is_train"]:
+            scale = 1.0
         indices = [index for file in store.missing() for index in store.views_of(file)]
         missing = round(scale * sum(index not in known for index in indices))
-        seconds = max(loading / num_workers, encoding) if num_workers else loading + encoding
+        seconds = loading + encoding
+        if num_workers:  # they load while the network encodes
+            seconds = max(loading / num_workers, encoding)
         self.num_views += missing
         self.seconds += seconds * missing / number / comm.get_world_size()
         disk = next(folder for folder in store.folder.absolute().parents if folder.is_dir())
@@ -268,7 +294,9 @@ def _forecast_disk(cfg: CfgNode, iterations: int, folder: Path) -> tuple[int, tu
     """Returns the number of checkpoints, and the bytes of disk space needed and available."""
     written = math.ceil(iterations / cfg.SOLVER.CHECKPOINT_PERIOD)
     # The oldest checkpoint is removed after the next one is written. model_final.pth is kept too.
-    most = cfg.SOLVER.CHECKPOINTS_KEPT + 1 if cfg.SOLVER.CHECKPOINTS_KEPT else written
+    most = written
+    if cfg.SOLVER.CHECKPOINTS_KEPT:
+        most = cfg.SOLVER.CHECKPOINTS_KEPT + 1
     kept = 1 + min(most, written - 1)
     sizes = {file: file.stat().st_size for file in folder.rglob("*") if file.is_file()}
     checkpoint = sizes.get(folder / "dry_run.pth", 0)  # only the main process writes it
@@ -309,7 +337,8 @@ def _temporary_folder(output_dir: str) -> Iterator[Path]:
 def _few_test_images(cfg: CfgNode) -> Iterator[tuple[tuple[str, ...], int, int]]:
     """Registers small test sets; yields their names, and the sizes of the small and full sets."""
     names: list[str] = []
-    num_tried = num_images = 0
+    num_tried = 0
+    num_images = 0
     try:
         for name in cfg.DATASETS.TEST:
             records = DatasetCatalog.get(name)

@@ -3,50 +3,22 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from detectron2.config import CfgNode
-from detectron2.data import MetadataCatalog
 from detectron2.evaluation import DatasetEvaluator, inference_on_dataset, print_csv_format
 from detectron2.utils import comm
 from torch import nn
 from tqdm import tqdm
 
-from qbheat_det.data import (
-    MAPPERS_OF_CLASSES,
-    DataError,
-    ImageBatches,
-    build_class_batches,
-    build_image_batches,
-    build_mapper,
-    join_messages,
-    load_test_set,
-)
+from qbheat_det.data import DataError, ImageBatches, join_messages
 from qbheat_det.data.checks import refuse_broken_half
-from qbheat_det.evaluation import build_evaluator
+from qbheat_det.tasks import find_task
 
 from .logs import is_interactive
 
 logger = logging.getLogger(__name__)
-
-
-def build_test_loader(cfg: CfgNode, dataset_name: str) -> ImageBatches:
-    """Returns a test loader whose mapper is ``INPUT.DATASET_MAPPER_NAME``.
-
-    Detectors get one image or tile per batch, as in Detectron2's loader. Classifiers and
-    pre-training objectives get batches of equally sized images.
-    """
-    if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
-        return build_class_batches(cfg, dataset_name)
-    if MetadataCatalog.get(dataset_name).get("evaluator_type") == "reconstruction":
-        return build_image_batches(cfg, dataset_name)
-    return ImageBatches(
-        load_test_set(cfg, dataset_name),
-        mapper=build_mapper(cfg, is_train=False),
-        batch_size=1,
-        num_workers=cfg.DATALOADER.NUM_WORKERS,
-    )
 
 
 class Evaluation:
@@ -71,7 +43,9 @@ class Evaluation:
         results = {name: self._evaluate(name, model) for name in self._cfg.DATASETS.TEST}
         if not comm.is_main_process():
             return {}
-        return next(iter(results.values())) if len(results) == 1 else results
+        if len(results) == 1:
+            return next(iter(results.values()))
+        return results
 
     def forget(self) -> None:
         """Makes the next evaluation rebuild its loaders and evaluators."""
@@ -80,10 +54,17 @@ class Evaluation:
     def _evaluate(self, name: str, model: nn.Module) -> dict[str, Any]:
         if name not in self._parts:
             loader = self._build_loader(self._cfg, name)
-            self._parts[name] = loader, build_evaluator(self._cfg, name)
+            evaluator = find_task(self._cfg).build_evaluator(self._cfg, name)
+            self._parts[name] = loader, evaluator
         loader, evaluator = self._parts[name]
-        title, hidden = f"evaluating on {name}", not is_interactive()
-        images = tqdm(loader, desc=title, unit="batch", leave=False, delay=1, disable=hidden)
+        images = tqdm(
+            loader,
+            desc=f"evaluating on {name}",
+            unit="batch",
+            leave=False,
+            delay=1,
+            disable=not is_interactive(),
+        )
         results = dict(inference_on_dataset(model, images, evaluator) or {})
         skipped: dict[str, DataError] = {}
         for met in comm.all_gather(loader.skipped):
@@ -97,8 +78,15 @@ class Evaluation:
                 logger.warning(f"{words}: {join_messages(skipped[where] for where in new)}")
             print_csv_format(results)
             for task, metrics in results.items():
-                # The terminal shows no per-class results; log.txt lists them.
-                shown = [f"{key} {v:.4g}" if math.isfinite(v) else f"{key} \N{EN DASH}"
-                         for key, v in metrics.items() if "-" not in key]  # fmt: skip
-                logger.info(f"{task} on {name}: {', '.join(shown)}")
+                logger.info(f"{task} on {name}: {_format_metrics(metrics)}")
         return results
+
+
+def _format_metrics(metrics: Mapping[str, float]) -> str:
+    """Returns one line of metrics for the terminal. Only log.txt lists those of single classes."""
+    texts = []
+    for name, value in metrics.items():
+        if "-" not in name:
+            number = f"{value:.4g}" if math.isfinite(value) else "\N{EN DASH}"
+            texts.append(f"{name} {number}")
+    return ", ".join(texts)

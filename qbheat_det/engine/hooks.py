@@ -48,6 +48,7 @@ class TrainingRun(Protocol):
     def evaluate(self) -> dict[str, Any]: ...
     def save(self, name: str) -> None: ...
     def export(self, name: str) -> None: ...
+    def ask_to_stop(self) -> None: ...
 
 
 def is_due(run: TrainingRun, period: int) -> bool:
@@ -100,7 +101,9 @@ class EvalHook(HookBase):
         self.is_owed = False
         self.is_evaluating = False
         self.value: float | None = None
-        self.sign = -1 if best_metric.rpartition("/")[2].startswith("loss") else 1
+        self.sign = 1
+        if best_metric.rpartition("/")[2].startswith("loss"):
+            self.sign = -1
         self.seconds = 0.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,7 +114,8 @@ class EvalHook(HookBase):
         """Restores ``state_dict``, without the best evaluation if it is for another metric."""
         best = dict(state_dict)
         self.is_owed = best.pop("is_owed")
-        self.best = best if best.pop("metric") == self._best_metric else {}
+        metric = best.pop("metric")
+        self.best = best if metric == self._best_metric else {}
 
     def before_train(self) -> None:
         """Runs the evaluation that was skipped or failed before the run was resumed."""
@@ -163,7 +167,8 @@ class EvalHook(HookBase):
             known = ", ".join(metrics)
             logger.warning(f"TEST.BEST_METRIC '{self._best_metric}' is not among {known}")
             return
-        self.value = value = finite.get(self._best_metric)
+        value = finite.get(self._best_metric)
+        self.value = value
         if value is None or (self.best and self.sign * value <= self.sign * self.best["value"]):
             return
         self.best = {"value": value, "iteration": self.trainer.iter}

@@ -18,9 +18,12 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.spawn import ProcessRaisedException
 
+from qbheat_det.checkpoint import load_run_config
+from qbheat_det.config import load_config
 from qbheat_det.core.errors import Interrupted, UserError, find_user_message, is_lost_peer
 from qbheat_det.modeling.contracts import get_backbone, get_in_features
 
+from .run_config import as_opts
 from .run_flags import RunFlags
 
 R = TypeVar("R")
@@ -75,12 +78,25 @@ def run_distributed(main: Callable[[argparse.Namespace], R], args: argparse.Name
 
 def _uses_gpus(args: argparse.Namespace, wanted: int) -> bool:
     """Whether the config uses GPUs; raises a ``UserError`` if there are fewer than ``wanted``."""
-    device = RunFlags.read(args).load_config().MODEL.DEVICE
+    device = _read_device(RunFlags.from_args(args))
     if not (device.startswith("cuda") and torch.cuda.is_available()):
         return False
-    if wanted > (available := torch.cuda.device_count()):
+    available = torch.cuda.device_count()
+    if wanted > available:
         raise UserError(f"{wanted} processes need as many GPUs, but PyTorch finds {available}")
     return True
+
+
+def _read_device(flags: RunFlags) -> str:
+    """Returns ``MODEL.DEVICE``, which the data do not change."""
+    overrides = flags.overrides
+    opts = as_opts(overrides)
+    weights = overrides.get("MODEL.WEIGHTS")
+    if weights and not flags.config_file:
+        cfg = load_run_config(weights, opts=opts)
+    else:
+        cfg = load_config(flags.config_file or None, opts)
+    return str(cfg.MODEL.DEVICE)
 
 
 def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespace) -> R:

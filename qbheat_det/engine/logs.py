@@ -46,13 +46,16 @@ def open_log(folder: Path, *, rank: int = 0) -> None:
     ``log.txt.rank<rank>``.
     """
     _close_log()
-    file = _LogFile(folder / f"log.txt{f'.rank{rank}' if rank else ''}", delay=True)
+    name = f"log.txt.rank{rank}" if rank else "log.txt"
+    file = _LogFile(folder / name, delay=True)
     file.setFormatter(
         logging.Formatter(
             "[%(asctime)s] %(name)s %(levelname)s: %(message)s", datefmt="%m/%d %H:%M:%S"
         )
     )
-    _opened[:] = [file] if rank else [file, _SummaryHandler()]
+    _opened[:] = [file]
+    if rank == 0:
+        _opened.append(_SummaryHandler())
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         logger.setLevel(logging.DEBUG)
@@ -149,14 +152,17 @@ def print_results(results: Mapping[str, Any]) -> None:
     Does nothing on a terminal, where the log shows the results. Non-finite values become null.
     """
     if not sys.stdout.isatty():
-        values = flatten_results_dict(results).items()
-        print(json.dumps({k: float(f"{v:.6g}") if math.isfinite(v) else None for k, v in values}))
+        rounded: dict[str, float | None] = {}
+        for name, value in flatten_results_dict(results).items():
+            rounded[name] = float(f"{value:.6g}") if math.isfinite(value) else None
+        print(json.dumps(rounded))
 
 
 def describe_model(cfg: CfgNode, model: nn.Module) -> str:
     """Returns one line with the name, device and numbers of parameters of a model."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    total, trained = sum(size for size, _ in sizes), sum(size for size, free in sizes if free)
+    total = sum(size for size, _ in sizes)
+    trained = sum(size for size, is_trained in sizes if is_trained)
     return (
         f"{cfg.MODEL.META_ARCHITECTURE} on {cfg.MODEL.DEVICE}: {total / 1e6:.2f} M parameters, "
         f"{trained / 1e6:.2f} M of them trained"
@@ -168,10 +174,14 @@ def warn_of_weights(model: nn.Module, cfg: CfgNode) -> None:
 
     If the config's pixel statistics do not fit the weights, the checkpointer warns.
     """
-    weights, backbone = cfg.MODEL.WEIGHTS, get_backbone(model)
-    if weights and (info := info_of(weights)) and info.pixel_format not in ("", cfg.INPUT.FORMAT):
-        logger.warning(f"'{weights}' is for {info.pixel_format} pixels: set INPUT.FORMAT")
-    if weights or backbone is None:
+    weights = cfg.MODEL.WEIGHTS
+    if weights:
+        info = info_of(weights)
+        if info and info.pixel_format not in ("", cfg.INPUT.FORMAT):
+            logger.warning(f"'{weights}' is for {info.pixel_format} pixels: set INPUT.FORMAT")
+        return
+    backbone = get_backbone(model)
+    if backbone is None:
         return
     encoder = get_encoder(backbone)
     parameters = list(encoder.parameters())
@@ -196,9 +206,11 @@ class PeriodicWriter(hooks.PeriodicWriter):
 
     def before_train(self) -> None:
         """Opens the writers, and removes the lines of ``metrics.json`` that will be repeated."""
-        run, cfg = self.trainer, self.trainer.cfg
+        run = self.trainer
+        cfg = run.cfg
         per_epoch = run.data_loader.num_images / cfg.SOLVER.IMS_PER_BATCH
-        folder, window = Path(cfg.OUTPUT_DIR), cfg.SOLVER.LOG_PERIOD
+        folder = Path(cfg.OUTPUT_DIR)
+        window = cfg.SOLVER.LOG_PERIOD
         drop_metrics_from(folder / "metrics.json", run.start_iter)
         self._writers: list[EventWriter] = [
             ProgressPrinter(run.max_iter, iterations_per_epoch=per_epoch, window_size=window),

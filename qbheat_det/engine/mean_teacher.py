@@ -1,13 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Training on unlabelled images with a mean teacher, the moving average of the weights.
 
-The model first trains on labelled images only (burn-in). Then the teacher predicts on weak views of
-unlabelled images, and the model learns these predictions on strong views (``modeling/dense.py``).
-A checkpoint contains the teacher. The iteration determines the position in the stream of unlabelled
-images, so runs resume exactly.
+The model first trains on labelled images only (burn-in). Then the mean teacher predicts on weak
+views of unlabelled images, and the model learns these predictions on strong views. A checkpoint
+contains the mean teacher. The iteration determines the position in the stream of unlabelled images,
+so runs resume exactly.
 """
 
-import contextlib
 import itertools
 import logging
 from collections.abc import Sequence
@@ -16,10 +15,8 @@ from typing import Any
 import torch
 from detectron2.config import CfgNode
 from detectron2.engine import HookBase
-from detectron2.modeling import META_ARCH_REGISTRY
 from torch import nn
 
-from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.contracts import (
     PSEUDO_LABELS,
     UNLABELLED,
@@ -30,25 +27,7 @@ from qbheat_det.modeling.contracts import (
 from .hooks import EvalHook, TrainingRun
 
 logger = logging.getLogger(__name__)
-_CERTAIN = 0.5  # minimum score of the teacher's boxes that are counted
-
-
-def use_mean_teacher(cfg: CfgNode, given: dict[str, str]) -> None:
-    """Enables ``SOLVER.EMA`` in a config, in place, if ``DATASETS.UNLABELLED`` names images.
-
-    ``given`` has the values that the user has set, by config key.
-
-    Raises:
-        UserError: the model cannot learn from unlabelled images, or the user disables the average.
-    """
-    if not cfg.DATASETS.UNLABELLED:
-        return
-    name = cfg.MODEL.META_ARCHITECTURE
-    if not issubclass(META_ARCH_REGISTRY.get(name), SupportsUnlabelled):
-        raise UserError(f"{name} cannot learn from --unlabelled: use RetinaNet or FCOS")
-    if given.get("SOLVER.EMA.ENABLED", "True") != "True":
-        raise UserError("--unlabelled needs SOLVER.EMA.ENABLED True: the average is the teacher")
-    cfg.SOLVER.EMA.ENABLED = True
+_CERTAIN = 0.5  # minimum score of its boxes that are counted
 
 
 class MeanTeacher:
@@ -61,7 +40,7 @@ class MeanTeacher:
             precision: dtype of autocast; None disables autocast.
         """
         assert isinstance(model, SupportsUnlabelled)
-        self._teacher: Any = model
+        self._average: Any = model
         self._precision = precision
         self._last: BatchedInputs = []
 
@@ -70,32 +49,35 @@ class MeanTeacher:
         self._last = parts[-1]
         if not self._last:
             return
-        device, dtype = next(self._teacher.parameters()).device.type, self._precision
-        with torch.autocast(device, dtype=dtype) if dtype else contextlib.nullcontext():
-            labels = self._teacher.pseudo_labels(parts)
+        device = next(self._average.parameters()).device.type
+        with torch.autocast(device, dtype=self._precision, enabled=self._precision is not None):
+            labels = self._average.pseudo_labels(parts)
         for entry, label in zip(itertools.chain(*parts), labels, strict=True):
             entry[PSEUDO_LABELS] = label
 
     @torch.no_grad()
     def count_boxes(self) -> float | None:
-        """Returns the mean number of the teacher's boxes per unlabelled image.
+        """Returns the mean number of its boxes per unlabelled image.
 
-        The teacher predicts on the last micro-batch, as in inference. Only boxes with a score of at
+        It predicts on the last micro-batch, as in inference. Only boxes with a score of at
         least 0.5 are counted. Returns None if this batch has no unlabelled images.
         """
         if not self._last:
             return None
-        scores = [output["instances"].scores for output in self._teacher(self._last)]
+        scores = [output["instances"].scores for output in self._average(self._last)]
         return float((torch.cat(scores) >= _CERTAIN).sum()) / len(scores)
 
 
-def build_eval_hooks(cfg: CfgNode, teacher: MeanTeacher | None, *, burn_in: int) -> list[HookBase]:
-    """Returns the evaluation hook. If there is a teacher, ``PseudoBoxes`` comes before it."""
-    period, metric = cfg.TEST.EVAL_PERIOD, cfg.TEST.BEST_METRIC
-    if teacher is None:
+def build_eval_hooks(
+    cfg: CfgNode, mean_teacher: MeanTeacher | None, *, burn_in: int
+) -> list[HookBase]:
+    """Returns the evaluation hook. If there is a mean teacher, ``PseudoBoxes`` comes before it."""
+    period = cfg.TEST.EVAL_PERIOD
+    metric = cfg.TEST.BEST_METRIC
+    if mean_teacher is None:
         return [EvalHook(period=period, best_metric=metric)]
     return [
-        PseudoBoxes(teacher, period=cfg.SOLVER.LOG_PERIOD),
+        PseudoBoxes(mean_teacher, period=cfg.SOLVER.LOG_PERIOD),
         SemiSupervisedEvalHook(burn_in=burn_in, period=period, best_metric=metric),
     ]
 
@@ -105,15 +87,16 @@ class PseudoBoxes(HookBase):
 
     trainer: TrainingRun
 
-    def __init__(self, teacher: MeanTeacher, *, period: int) -> None:
+    def __init__(self, mean_teacher: MeanTeacher, *, period: int) -> None:
         """``period`` is the number of iterations between two values in the log."""
-        self._teacher = teacher
+        self._mean_teacher = mean_teacher
         self._period = period
 
     def after_step(self) -> None:
         if (self.trainer.iter + 1) % self._period:
             return
-        if (count := self._teacher.count_boxes()) is not None:
+        count = self._mean_teacher.count_boxes()
+        if count is not None:
             self.trainer.storage.put_scalar("pseudo_boxes", count, smoothing_hint=False)
 
 

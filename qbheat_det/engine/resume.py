@@ -1,114 +1,60 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """How a run stops, and how it continues.
 
-- ``decide_to_resume`` runs first: it detects a restart by torchrun.
-- ``check_start`` refuses a second run in the same folder, and new weights for a resumed run.
 - ``check_same_config`` and ``check_same_images`` compare a resumed run with its checkpoint.
-- ``record_start`` appends command, data, versions and device of each start to ``run.json``.
 - ``StopSignals`` saves a checkpoint after Ctrl-C or a scheduler's signal, and
   ``YieldToNewerStart`` ends a run that was restarted elsewhere.
 """
 
-import argparse
 import fnmatch
-import json
 import logging
 import os
 import signal
-import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timezone
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from detectron2.config import CfgNode
-from detectron2.data import MetadataCatalog
 from detectron2.engine import HookBase
 from detectron2.utils import comm
 
-from qbheat_det.config import dump_config, load_config
-from qbheat_det.config.loading import read_values, without_retired
-from qbheat_det.core.environment import find_commit, list_versions
+from qbheat_det.config import dump_config
+from qbheat_det.config.loading import read_values
 from qbheat_det.core.errors import Interrupted, UserError
-from qbheat_det.core.files import write_atomically
-from qbheat_det.data import TrainStream, join_accounts
+from qbheat_det.data import TrainStream
 
 from .hooks import EvalHook, TrainingRun, is_saved
-from .run_flags import FIRST_STAGE_WEIGHTS, RunFlags
+from .run_record import RUN_FILE, find_launch, read_run_record
 
 logger = logging.getLogger(__name__)
-RUN_FILE = "run.json"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-# Keys that may change in a resumed run: device, speed, length, evaluation and logs.
-_FREE = (
-    "CUDNN_BENCHMARK", "DATALOADER.NUM_WORKERS", "DATASETS.CHECK_IMAGES", "DATASETS.MAX_LEFT_OUT",
+# Patterns of keys that may change in a resumed run: device, speed, evaluation and logs.
+_CHANGEABLE = (
+    "CUDNN_BENCHMARK",
+    "DATALOADER.NUM_WORKERS",
+    "DATASETS.CHECK_IMAGES",
+    "DATASETS.MAX_LEFT_OUT",
     "DATASETS.TEST",
-    "FLOAT32_PRECISION", "MODEL.CACHE_FEATURES.FOLDER", "MODEL.CHANNELS_LAST", "MODEL.DEPLOY.*",
-    "MODEL.DEVICE", "OUTPUT_DIR", "SOLVER.ACCUMULATE", "SOLVER.CHECKPOINT*", "SOLVER.KEEP_MEMORY",
-    "SOLVER.LOG_*", "TEST.*", "VIS_PERIOD", "MODEL.*.TOPK_CANDIDATES_TEST", "MODEL.RPN.*_TOPK_TEST",
-)  # fmt: skip
-_END = ("SOLVER.EPOCHS", "SOLVER.MAX_ITER", "SOLVER.MIN_ITER")
-
-
-def decide_to_resume(args: argparse.Namespace | RunFlags) -> bool:
-    """Returns whether to resume the run in ``OUTPUT_DIR``; equal on all processes.
-
-    Returns True with ``--resume``, or after a restart by torchrun or a job queue. A restart is
-    detected if the folder has a checkpoint, and the last start in ``run.json`` had the same
-    ``--rdzv-id`` of torchrun as this one.
-
-    Raises:
-        UserError: the processes find different checkpoints.
-    """
-    flags = RunFlags.read(args)
-    if flags.eval_only:
-        return flags.resume
-    folder = Path(flags.load_config().OUTPUT_DIR)
-    last = name_last_checkpoint(folder)
-    is_restart = bool(last) and not flags.resume and _began_in_this_launch(folder)
-    views = comm.all_gather((last, flags.resume or is_restart))
-    main, resumes = views[0]
-    if not resumes:
-        return False
-    if others := {name for name, _ in views} - {main}:
-        raise UserError(
-            f"OUTPUT_DIR '{folder}' ends with '{main or 'nothing'}' on the first machine, but with "
-            f"'{others.pop() or 'nothing'}' on another: all must see one folder"
-        )
-    return True
-
-
-def check_start(cfg: CfgNode, flags: RunFlags) -> None:
-    """Refuses a new run in the folder of another run, or a resumed run with other weights.
-
-    Raises:
-        UserError: ``--resume`` comes with weights that the run did not start from, or the folder of
-            a new run already contains a run.
-    """
-    given = cfg.MODEL.WEIGHTS if "MODEL.WEIGHTS" in flags.overrides else ""
-    folder, last = Path(cfg.OUTPUT_DIR), name_last_checkpoint(Path(cfg.OUTPUT_DIR))
-    if flags.eval_only:
-        if flags.resume and given:
-            raise UserError(f"--resume evaluates a checkpoint, not MODEL.WEIGHTS '{given}'")
-    elif last and not flags.resume:
-        raise UserError(
-            f"OUTPUT_DIR '{folder}' contains a run up to {last}: add --resume to continue it, or "
-            "name another --output"
-        )
-    elif flags.resume and given and not (last and given == _initial_weights(folder)):
-        raise UserError(
-            f"--resume continues the run in OUTPUT_DIR '{folder}', but MODEL.WEIGHTS '{given}' "
-            "starts a new one: leave one of them out"
-        )
-
-
-def _initial_weights(folder: Path) -> str:
-    path = folder / "config.yaml"
-    return load_config(path).MODEL.WEIGHTS if path.is_file() else ""
+    "FLOAT32_PRECISION",
+    "MODEL.*.TOPK_CANDIDATES_TEST",
+    "MODEL.CACHE_FEATURES.FOLDER",
+    "MODEL.CHANNELS_LAST",
+    "MODEL.DEPLOY.*",
+    "MODEL.DEVICE",
+    "MODEL.RPN.*_TOPK_TEST",
+    "OUTPUT_DIR",
+    "SOLVER.ACCUMULATE",
+    "SOLVER.CHECKPOINT*",
+    "SOLVER.KEEP_MEMORY",
+    "SOLVER.LOG_*",
+    "TEST.*",
+    "VIS_PERIOD",
+)
+# Keys of the length of a run, which may change with a warning.
+_LENGTH = ("SOLVER.EPOCHS", "SOLVER.MAX_ITER", "SOLVER.MIN_ITER")
 
 
 def check_same_config(saved: str, cfg: CfgNode) -> dict[str, object]:
@@ -124,7 +70,7 @@ def check_same_config(saved: str, cfg: CfgNode) -> dict[str, object]:
     Raises:
         UserError: a key that must not change differs.
     """
-    before = without_retired(read_values(saved), "the checkpoint's config")
+    before = read_values(saved)
     now = read_values(dump_config(cfg))
     now.pop("MODEL.WEIGHTS")  # a resumed run does not read them
     if cfg.SEED < 0:  # keeps the seed of the run
@@ -134,15 +80,18 @@ def check_same_config(saved: str, cfg: CfgNode) -> dict[str, object]:
         for key in sorted(now.keys() & before.keys())
         if before[key] != now[key]
     }
-    free = (*_FREE, *_END)
-    refused = [changed[key] for key in changed if not any(fnmatch.fnmatch(key, p) for p in free)]
+    refused = []
+    for key, change in changed.items():
+        patterns = (*_CHANGEABLE, *_LENGTH)
+        if not any(fnmatch.fnmatch(key, pattern) for pattern in patterns):
+            refused.append(change)
     if refused:
         text = f"--resume continues a run unchanged, but the config differs: {'; '.join(refused)}"
         if cfg.DATASETS.UNLABELLED and "SOLVER." in text:
             text += ". Other --unlabelled images change the number of iterations"
         raise UserError(text)
     for key, change in changed.items():
-        level = logging.WARNING if key in _END else logging.INFO
+        level = logging.WARNING if key in _LENGTH else logging.INFO
         logger.log(level, f"Changed since the checkpoint: {change}")
     return before
 
@@ -158,121 +107,15 @@ def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:
             "--resume needs a checkpoint of this package's trainer: start a new run with "
             "MODEL.WEIGHTS"
         )
-    before, now = state["num_images"], stream.num_images
-    if (before, state["fingerprint"]) == (now, stream.fingerprint):
+    before = state["num_images"]
+    now = stream.num_images
+    if before == now and state["fingerprint"] == stream.fingerprint:
         return
-    found = f"there are {now} now" if before != now else "their order or their boxes have changed"
+    change = "their order or their boxes have changed"
+    if before != now:
+        change = f"there are {now} now"
     also = " (also counting those of --unlabelled)" if stream.unlabelled else ""
-    raise UserError(f"--resume continues a run on {before} training images{also}, but {found}")
-
-
-def record_start(
-    cfg: CfgNode, *, resumed_from: str | None = None, seed: int | None = None
-) -> Callable[[float], None]:
-    """Appends this start to ``OUTPUT_DIR/run.json``; call it on the main process.
-
-    Args:
-        cfg: resolved config.
-        resumed_from: checkpoint that the run was resumed from; None for a new run.
-        seed: seed of the run.
-
-    Returns:
-        A function that adds the duration of the training in seconds to the record.
-
-    Raises:
-        UserError: the file cannot be written, or is not a list of starts.
-    """
-    path, device = Path(cfg.OUTPUT_DIR) / RUN_FILE, cfg.MODEL.DEVICE
-    if device.startswith("cuda") and torch.cuda.is_available():
-        device = f"{device} ({torch.cuda.get_device_name()})"
-    names = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)
-    sources = {name: MetadataCatalog.get(name).get("source") for name in names}
-    accounts = {one.path: MetadataCatalog.get(name).account for name, one in sources.items() if one}
-    shared = [MetadataCatalog.get(name).get("shared") for name in names]
-    broken = [MetadataCatalog.get(name).get("broken") or () for name in names]
-    earlier = read_run_record(path)
-    start = {
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": sys.argv,
-        "data": {name: one.to_json() for name, one in sources.items() if one is not None},
-        "account": join_accounts(accounts.values()).to_json(),
-        "shared_images": [text for text in shared if text],
-        "broken_images": sorted({path for paths in broken for path in paths}),
-        "resumed_from": resumed_from,
-        "commit": find_commit(),
-        "versions": list_versions(),
-        "device": device,
-        "processes": comm.get_world_size(),
-        "seed": seed,
-        "launch": find_launch(),
-    }
-    _write_run_record(path, [*earlier, start])
-
-    def add_duration(seconds: float) -> None:
-        starts = read_run_record(path) or [*earlier, start]  # the folder may have been deleted
-        starts[len(earlier)]["seconds"] = round(seconds, 1)
-        _write_run_record(path, starts)
-
-    return add_duration
-
-
-def _write_run_record(path: Path, starts: Sequence[Mapping[str, Any]]) -> None:
-    write_atomically(path, (json.dumps(starts, indent=2) + "\n").encode())
-
-
-def find_duration(folder: Path) -> float | None:
-    """Returns the total seconds of a run and its first stage; None if a start was killed."""
-    files = (folder / FIRST_STAGE_WEIGHTS.parent / RUN_FILE, folder / RUN_FILE)
-    starts = [start for file in files for start in read_run_record(file)]
-    return sum(s["seconds"] for s in starts) if all("seconds" in s for s in starts) else None
-
-
-def find_shared_images(folder: Path) -> list[str]:
-    """Returns how many validation images of a run were trained on, one sentence per kind."""
-    starts = read_run_record(folder / RUN_FILE)
-    return list(starts[-1].get("shared_images", ())) if starts else []
-
-
-def find_broken_images(folder: Path) -> list[str]:
-    """Returns the paths of the images that a run has left out at its start."""
-    starts = read_run_record(folder / RUN_FILE)
-    return list(starts[0].get("broken_images", ())) if starts else []
-
-
-def find_launch() -> str:
-    """Returns the ``--rdzv-id`` of the torchrun that started this process; "" if there is none."""
-    launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return "" if launch == "none" else launch  # torchrun's default, equal for all runs
-
-
-def _began_in_this_launch(folder: Path) -> bool:
-    launch, starts = find_launch(), read_run_record(folder / RUN_FILE)
-    return bool(launch and starts and starts[-1].get("launch") == launch)
-
-
-def read_run_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Returns the starts in a ``run.json``, oldest first; empty if there is no file.
-
-    Raises:
-        UserError: the file is not a list of starts.
-    """
-    if not Path(path).is_file():
-        return []
-    try:
-        starts = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError:
-        starts = None
-    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
-        raise UserError(f"'{path}' is not a list of starts: move it")
-    return starts
-
-
-def name_last_checkpoint(folder: Path) -> str:
-    """Returns the name in the file ``last_checkpoint``, else the newest checkpoint, else ""."""
-    try:
-        return (folder / "last_checkpoint").read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return max((path.name for path in folder.glob("model_*.pth")), default="")
+    raise UserError(f"--resume continues a run on {before} training images{also}, but {change}")
 
 
 class StopSignals(HookBase):
@@ -311,18 +154,20 @@ class StopSignals(HookBase):
             raise self._interrupt()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        is_second, self._number = bool(self._number), self._number or number
+        is_second = bool(self._number)
+        self._number = self._number or number
         if is_second and number == signal.SIGINT and not find_launch():
             raise KeyboardInterrupt
         if self.trainer.find_hook(EvalHook).is_evaluating:
             raise self._interrupt()
-        self.trainer._trainer.asked_to_stop = True
+        self.trainer.ask_to_stop()
         if comm.is_main_process() and not is_second:  # print is not safe in a signal handler
             name = signal.Signals(number).name.encode()
             os.write(2, b"\n%s: stopping after this step, with a checkpoint\n" % name)
 
     def _interrupt(self) -> Interrupted:
-        run, number = self.trainer, self._number or signal.SIGTERM
+        run = self.trainer
+        number = self._number or signal.SIGTERM
         done = min(run.iter + 1, run.max_iter)
         return Interrupted(
             number,
@@ -352,7 +197,8 @@ class YieldToNewerStart(HookBase):
         """
         if not is_saved(self.trainer, self.trainer.cfg.SOLVER.CHECKPOINT_PERIOD):
             return
-        if later := read_run_record(self._file)[self._count :]:
+        later = read_run_record(self._file)[self._count :]
+        if later:
             raise UserError(
                 f"'{self._file}' has a later start, at {later[0].get('started')}: this process "
                 "ends without saving"

@@ -4,22 +4,15 @@
 import argparse
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 
-from detectron2.config import CfgNode
-
-from qbheat_det.checkpoint import find_weights, load_run_config
-from qbheat_det.config import get_cfg, load_config
+from qbheat_det.checkpoint import find_weights
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, find_format
 
-_DEFAULTS = {
-    "boxes": "custom/retinanet_lite0_finetune.yaml",
-    "classes": "custom/tran1_285M_probe.yaml",
-    "images": "custom/distill_285M_cpu.yaml",
-}
+FREEZE_ALL = 9
+"""Value of ``MODEL.BACKBONE.FREEZE_AT`` that freezes every backbone."""
+# Flags that set the value of one config key.
 _KEYS = {
     "weights": "MODEL.WEIGHTS",
     "output": "OUTPUT_DIR",
@@ -30,18 +23,12 @@ _KEYS = {
     "freeze": "MODEL.BACKBONE.FREEZE_AT",
     "max_left_out": "DATASETS.MAX_LEFT_OUT",
 }
-SIZES = ("MIN_SIZE_TRAIN", "MAX_SIZE_TRAIN", "MIN_SIZE_TEST", "MAX_SIZE_TEST", "DETR_CROP_RESIZE",
-          "DETR_CROP_RANGE")  # fmt: skip
-_SMALLEST = 32  # smallest --image-size in pixels
-FIRST_STAGE_WEIGHTS = Path("first_stage", "model_final.safetensors")
-"""The result of ``SOLVER.FIRST_STAGE`` in ``OUTPUT_DIR``, from which the second stage starts."""
-FREEZE_ALL = 9
-"""Value of ``MODEL.BACKBONE.FREEZE_AT`` that freezes every backbone."""
+Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """The flags of ``tools/train_net.py`` as attributes of the same names, for ``build_config``.
+    """The flags of ``tools/train_net.py`` as attributes of the same names.
 
     ``RunFlags(data="data.yaml", output="output/mine", opts=["SOLVER.EPOCHS", 20])`` corresponds to
     ``qbheat train --data data.yaml --output output/mine SOLVER.EPOCHS 20``. Paths may be relative
@@ -64,7 +51,7 @@ class RunFlags:
         output, device, epochs: ``OUTPUT_DIR``, ``MODEL.DEVICE`` and ``SOLVER.EPOCHS``.
         resume: continue the run in ``output``.
         eval_only: evaluate ``weights`` without training.
-        minutes: duration for which ``plan_run`` chooses ``epochs``, ``image_size`` and stages.
+        minutes: duration for which ``fit_minutes`` chooses epochs, image size and stages.
         batch: ``SOLVER.IMS_PER_BATCH``, images per step over all processes.
         image_size: size in pixels. For detectors, it replaces the largest of
             ``INPUT.MIN_SIZE_TRAIN``, or ``INPUT.MIN_SIZE_TEST`` with ``eval_only``. All other sizes
@@ -72,15 +59,20 @@ class RunFlags:
         tile: ``INPUT.TILE``, side of overlapping tiles in pixels; 0 uses whole images only.
         freeze: freeze the whole backbone (``MODEL.BACKBONE.FREEZE_AT 9``).
         max_left_out: ``DATASETS.MAX_LEFT_OUT``, share of images or boxes that may have faults.
+        allow_partial: start from ``weights`` even if they lack tensors of the model, or have extra
+            ones.
         opts: config overrides, as alternating keys and values.
+
+    Raises:
+        UserError: a number is not above 0, or a flag and an override set the same key.
     """
 
     config_file: str = ""
     data: str | None = None
-    images: str | Sequence[str] = ()
+    images: Folders = ()
     val: str | None = None
-    val_images: str | Sequence[str] = ()
-    unlabelled: str | Sequence[str] = ()
+    val_images: Folders = ()
+    unlabelled: Folders = ()
     weights: str = ""
     output: str = ""
     resume: bool = False
@@ -93,122 +85,73 @@ class RunFlags:
     tile: int | None = None
     freeze: bool = False
     max_left_out: float | None = None
-    opts: Sequence[str] = ()
+    allow_partial: bool = False
+    opts: Sequence[object] = ()
 
     def __post_init__(self) -> None:
-        """Converts single folders to lists and paths to strings; checks numbers."""
         for name in ("epochs", "minutes", "batch"):
-            if (number := vars(self)[name]) is not None and not 0 < number < math.inf:
+            number = getattr(self, name)
+            if number is not None and not 0 < number < math.inf:
                 raise UserError(f"--{name} must be a number above 0, not {number}")
-        self.images, self.val_images = _list_folders(self.images), _list_folders(self.val_images)
-        self.unlabelled = _list_folders(self.unlabelled)
-        self.val = None if self.val is None else str(self.val)
+        for name, key in _KEYS.items():
+            if self._is_given(name) and key in self.opts[::2]:
+                raise UserError(f"{spell(name)} and {key} set the same value: leave one out")
 
     @classmethod
-    def read(cls, args: "argparse.Namespace | RunFlags") -> "RunFlags":
-        """Builds an object from parsed arguments, or copies another ``RunFlags``."""
-        given = {field.name: vars(args).get(field.name) for field in fields(cls)}
+    def from_args(cls, args: argparse.Namespace) -> "RunFlags":
+        """Takes the flags from parsed arguments, which may lack some of them."""
+        given = {field.name: getattr(args, field.name, None) for field in fields(cls)}
         return cls(**{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def image_folders(self) -> list[str]:
+        """``images`` as a list."""
+        return _list_folders(self.images)
+
+    @property
+    def val_image_folders(self) -> list[str]:
+        """``val_images`` as a list."""
+        return _list_folders(self.val_images)
+
+    @property
+    def unlabelled_folders(self) -> list[str]:
+        """``unlabelled`` as a list."""
+        return _list_folders(self.unlabelled)
 
     @property
     def overrides(self) -> dict[str, str]:
         """Config overrides by key, from flags and ``opts``.
 
         Raises:
-            UserError: a flag and an override set the same key.
+            UserError: ``opts`` has a key without a value, or ``weights`` is an unknown name.
         """
-        opts = self._list_overrides()
-        return dict(zip(opts[::2], opts[1::2], strict=False))
-
-    def _list_overrides(self) -> list[str]:
-        pairs = []
+        if len(self.opts) % 2:
+            raise UserError(f"overrides are KEY VALUE pairs, but '{self.opts[-1]}' has no partner")
+        overrides: dict[str, str] = {}
         for name, key in _KEYS.items():
-            value = vars(self)[name]
-            if value is not None and value is not False and value != "":
-                if key in self.opts[::2]:
-                    raise UserError(f"--{name} and {key} set the same value: leave one out")
-                text = {"weights": find_weights, "freeze": lambda _: str(FREEZE_ALL)}
-                pairs += [key, text.get(name, str)(value)]
-        given = [*pairs, *map(str, self.opts)]
-        if "SOLVER.EPOCHS" in given[::2] and "SOLVER.MIN_ITER" not in given[::2]:
-            given += ["SOLVER.MIN_ITER", "0"]  # exactly the given number of epochs
-        return given
+            if self._is_given(name):
+                overrides[key] = str(getattr(self, name))
+        if self.weights:
+            overrides["MODEL.WEIGHTS"] = find_weights(self.weights)
+        if self.freeze:
+            overrides["MODEL.BACKBONE.FREEZE_AT"] = str(FREEZE_ALL)
+        for word, value in zip(self.opts[::2], self.opts[1::2], strict=True):
+            overrides[str(word)] = str(value)
+        if "SOLVER.EPOCHS" in overrides:  # exactly the given number of epochs
+            overrides.setdefault("SOLVER.MIN_ITER", "0")
+        return overrides
 
-    def load_config(self) -> CfgNode:
-        """Builds the config from the flags, without the keys that depend on the data sets.
-
-        Raises:
-            UserError: the config is invalid, or the weights are for another task (boxes, classes,
-                images) than the data.
-        """
-        cfg = self._load_config()
-        if self.image_size is not None:
-            _set_image_size(cfg, self.image_size, self.overrides, eval_only=self.eval_only)
-        return cfg
-
-    def _load_config(self) -> CfgNode:
-        opts, weights = self._list_overrides(), self.overrides.get("MODEL.WEIGHTS", "")
-        if self.config_file or (self.eval_only and not weights):
-            return load_config(self.config_file or None, opts)
-        if self.eval_only:
-            return load_run_config(weights, opts=opts)
-        if not weights:
-            return load_config(self.name_default_config(), opts)
-        wanted = self._find_job()
-        cfg = load_run_config(weights, opts=opts)
-        if (job := find_job(cfg)) != wanted:
-            raise UserError(
-                f"'{weights}' are weights of a model for {job}, but the data are {wanted}: name a "
-                f"recipe with --config-file, such as {_DEFAULTS[wanted]}"
-            )
-        if "OUTPUT_DIR" not in self.overrides:  # the folder of the weights' run is in use
-            cfg.OUTPUT_DIR = get_cfg().OUTPUT_DIR
-        return cfg
-
-    def name_default_config(self) -> str:
-        """Returns the shipped config for the kind of data, for commands that name no config."""
-        return _DEFAULTS[self._find_job()]
-
-    def _find_job(self) -> str:
-        if self.data:
-            return "classes" if find_format(self.data) == "classes" else "boxes"
-        if not self.images:
-            raise UserError("name what to train on: --data SRC, or --images DIR for pre-training")
-        return "images"
+    def _is_given(self, name: str) -> bool:
+        value = getattr(self, name)
+        return value is not None and value is not False and value != ""
 
 
-def _set_image_size(
-    cfg: CfgNode, size: int, overrides: Mapping[str, str], *, eval_only: bool
-) -> None:
-    """Sets the image size in place, see ``RunFlags``.
-
-    Raises:
-        UserError: the size is below 32, or an override also sets an image size.
-    """
-    node, is_detector = cfg.INPUT, find_job(cfg) == "boxes"
-    keys = SIZES if is_detector else ("PRETRAIN.SIZE",)
-    if same := next((key for key in keys if f"INPUT.{key}" in overrides), None):
-        raise UserError(f"--image-size and INPUT.{same} both set the image size: leave one out")
-    if size < _SMALLEST:
-        raise UserError(f"--image-size is {size}, but must be at least {_SMALLEST}")
-    if not is_detector:
-        node.PRETRAIN.SIZE = size
-        return
-    share = size / max(1, node.MIN_SIZE_TEST if eval_only else max(node.MIN_SIZE_TRAIN))
-    for key in SIZES:
-        old = node[key]
-        node[key] = round(share * old) if isinstance(old, int) else [round(share * o) for o in old]
-    node.MIN_SIZE_TRAIN = tuple(node.MIN_SIZE_TRAIN)
+def spell(flag: str) -> str:
+    """Returns an attribute of ``RunFlags`` as it is written on the command line."""
+    return f"--{flag.replace('_', '-')}"
 
 
-def _list_folders(given: str | os.PathLike[str] | Iterable[str]) -> list[str]:
-    folders = [given] if isinstance(given, str | os.PathLike) else given
-    return [str(folder) for folder in folders]
-
-
-def find_job(cfg: CfgNode) -> str:
-    """Returns the kind of data that a config trains on: "boxes", "classes" or "images"."""
-    mapper = cfg.INPUT.DATASET_MAPPER_NAME
-    if mapper in MAPPERS_OF_CLASSES:
-        return "classes"
-    return "images" if mapper in MAPPERS_OF_IMAGES else "boxes"
+def _list_folders(given: Folders) -> list[str]:
+    if isinstance(given, str | os.PathLike):
+        return [os.fspath(given)]
+    return [os.fspath(folder) for folder in given]

@@ -62,7 +62,7 @@ class StepTrainer(SimpleTrainer):
         precision: torch.dtype | None = None,
         seed: int = 0,
         log_period: int = 20,
-        teacher: Callable[[Sequence[BatchedInputs]], None] | None = None,
+        mean_teacher: Callable[[Sequence[BatchedInputs]], None] | None = None,
     ) -> None:
         """
         Args:
@@ -75,7 +75,7 @@ class StepTrainer(SimpleTrainer):
             seed: seed for randomness in the model, such as dropout.
             log_period: iterations between two logs of the model's metrics and the gradient norm,
                 which need a device synchronization.
-            teacher: adds targets to the micro-batches of a step; see ``MeanTeacher``.
+            mean_teacher: adds pseudo labels to the micro-batches of a step; see ``MeanTeacher``.
         """
         super().__init__(model, data_loader, optimizer)
         self.batch_size = batch_size
@@ -83,8 +83,9 @@ class StepTrainer(SimpleTrainer):
         self.precision = precision
         self.seed = seed
         self.log_period = log_period
-        self._teacher = teacher
-        self.asked_to_stop = self.stops = False
+        self._mean_teacher = mean_teacher
+        self.asked_to_stop = False
+        self.stops = False
         self._bare = model.module if isinstance(model, DistributedDataParallel) else model
         self._device = next(model.parameters()).device
         # Detectron2's figures of training images need boxes on the CPU.
@@ -108,8 +109,8 @@ class StepTrainer(SimpleTrainer):
             )
         batches = cut(share, self.accumulate)
         seed_step(self.seed, self.iter, comm.get_rank())
-        if self._teacher:
-            self._teacher(batches)
+        if self._mean_teacher:
+            self._mean_teacher(batches)
         normalizers = self._loss_normalizers(batches)
         logged: dict[str, float] = {}
         self.optimizer.zero_grad()
@@ -117,7 +118,8 @@ class StepTrainer(SimpleTrainer):
         for index, batch in enumerate(batches):
             with self._average_gradients(index == len(batches) - 1):
                 losses = self._compute_losses(batch, normalizers)
-                if (weight := self._loss_weight(batch)) != 1:
+                weight = self._loss_weight(batch)
+                if weight != 1:
                     losses = {name: loss * weight for name, loss in losses.items()}
                 reading = LossReading(losses, asked_to_stop=self.asked_to_stop)
                 self.grad_scaler.scale(torch.stack(list(losses.values())).sum()).backward()
@@ -186,9 +188,13 @@ class StepTrainer(SimpleTrainer):
             return
         bad = [f"{name} {value}" for name, value in here.items() if not math.isfinite(value)]
         files = [str(entry["file_name"]) for entry in batch if "file_name" in entry]
-        images = f"; images: {join_first(files, limit=8)}" if files else ""
-        own = f"{join_first(bad)} on process {comm.get_rank()}{images}" if bad else ""
-        message = next(filter(None, comm.all_gather(own)))
+        images = ""
+        if files:
+            images = f"; images: {join_first(files, limit=8)}"
+        own_message = ""
+        if bad:
+            own_message = f"{join_first(bad)} on process {comm.get_rank()}{images}"
+        message = next(filter(None, comm.all_gather(own_message)))
         raise UserError(
             f"a loss is not finite at iteration {self.iter} ({message}): try a lower "
             "SOLVER.BASE_LR or SOLVER.CLIP_GRADIENTS.ENABLED True"
@@ -229,8 +235,10 @@ class LossReading:
         mean = own.clone()
         if comm.get_world_size() > 1:
             torch.distributed.all_reduce(mean)
-        self._names, self.stops = list(losses), False
-        self._values = both = torch.stack([own, mean / comm.get_world_size()])
+        self._names = list(losses)
+        self.stops = False
+        both = torch.stack([own, mean / comm.get_world_size()])
+        self._values = both
         self._arrived: torch.cuda.Event | None = None
         if both.device.type == "cuda":
             self._values = torch.empty(both.shape, pin_memory=True).copy_(both, non_blocking=True)
@@ -244,7 +252,8 @@ class LossReading:
             self._arrived.synchronize()
         rows = self._values.tolist()
         self.stops = rows[1][-1] > 0
-        here, everywhere = (dict(zip(self._names, row)) for row in rows)  # noqa: B905
+        here = dict(zip(self._names, rows[0], strict=False))  # the last value is ``stops``
+        everywhere = dict(zip(self._names, rows[1], strict=False))
         return here, everywhere
 
 
@@ -284,7 +293,8 @@ class BatchSource:
         if self._ahead is None:
             raise self._end or StopIteration
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self._in_use, self._ahead = self._ahead, None
+        self._in_use = self._ahead
+        self._ahead = None
         return self._in_use, self._waited
 
     def load_ahead(self) -> None:
@@ -323,7 +333,8 @@ def choose_precision(cfg: CfgNode) -> torch.dtype | None:
     """
     if not cfg.SOLVER.AMP.ENABLED:
         return None
-    device, precision = torch.device(cfg.MODEL.DEVICE), PRECISIONS[cfg.SOLVER.AMP.PRECISION]
+    device = torch.device(cfg.MODEL.DEVICE)
+    precision = PRECISIONS[cfg.SOLVER.AMP.PRECISION]
     is_native = device.type == "cuda" and precision == torch.float16
     if device.type in ("cpu", "cuda") and not (is_native or supports_bfloat16(device)):
         logger.warning("SOLVER.AMP: training in float32, as this device has no bfloat16")

@@ -6,7 +6,6 @@ A resumed run gives bit-identical weights to an uninterrupted one.
 """
 
 import logging
-import signal
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,8 @@ from detectron2.engine import DefaultTrainer, HookBase, TrainerBase, hooks
 from detectron2.utils import comm
 from timm.utils import ModelEmaV3
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from qbheat_det.checkpoint import (
     ExactCheckpointer,
@@ -27,27 +28,27 @@ from qbheat_det.checkpoint import (
 )
 from qbheat_det.config import dump_config, find_memory_format, refuse_bad_values, with_values
 from qbheat_det.core.environment import find_commit
-from qbheat_det.core.errors import Interrupted, UserError
-from qbheat_det.core.files import replace_folders, write_atomically
-from qbheat_det.data import ImageBatches, build_train_stream
-from qbheat_det.fast import optimize
-from qbheat_det.feature_cache import TeacherFeatures, use_cached_features
-from qbheat_det.modeling.contracts import needs_teacher, pretrain_only_modules
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
+from qbheat_det.data import ImageBatches, TrainStream, build_train_stream
+from qbheat_det.fast import Form, optimize
+from qbheat_det.feature_cache import DistillationTargets, use_cached_features
+from qbheat_det.feature_cache.filling import Fill, fill
+from qbheat_det.modeling.contracts import needs_targets, pretrain_only_modules
 from qbheat_det.solver import (
     build_lr_scheduler,
     build_optimizer,
     describe_schedule,
     resolve_schedule,
 )
+from qbheat_det.tasks import find_task
 
-from .evaluation import Evaluation, build_test_loader
+from .evaluation import Evaluation
 from .hooks import EvalHook, PeriodicCheckpointer, SkippedImages, keep_memory
 from .launch import distribute
 from .logs import PeriodicWriter, describe_model, warn_of_weights
 from .mean_teacher import MeanTeacher, build_eval_hooks
 from .resume import StopSignals, YieldToNewerStart, check_same_config, check_same_images
-from .run_flags import RunFlags
-from .setup import build_config, setup
 from .step import StepTrainer, choose_precision
 
 logger = logging.getLogger(__name__)
@@ -61,54 +62,68 @@ class Trainer(DefaultTrainer):
         cfg: resolved config, with the iterations and learning rate computed from the data.
         bare_model: the model without the distributed wrapper.
         cached_features: the feature cache; None unless ``MODEL.CACHE_FEATURES`` is enabled.
-        teacher: cached features of the teacher in distillation; None for other models.
+        targets: cached features that the model learns to predict in distillation; None for other
+            models.
         resumed_from: checkpoint that the run was resumed from; None for a new run.
     """
 
-    def __init__(self, cfg: CfgNode, *, allow_partial: bool = False) -> None:
-        """``allow_partial`` accepts weights that lack tensors of the model or have extra ones."""
+    def __init__(self, cfg: CfgNode, *, allow_partial: bool = False, fill: Fill = fill) -> None:
+        """
+        Args:
+            cfg: complete config.
+            allow_partial: accept weights that lack tensors of the model or have extra ones.
+            fill: encodes the missing views of a feature cache.
+        """
         TrainerBase.__init__(self)  # DefaultTrainer's would build parts that are replaced here
-        stream = build_train_stream(cfg)
-        self.cfg = resolve_schedule(cfg, num_images=stream.num_images)
-        logger.info(describe_schedule(cfg, self.cfg, stream.num_images))
-        self.bare_model = self.build_model(self.cfg)
-        optimize(self.bare_model, "cpu_training" if self.cfg.MODEL.DEVICE == "cpu" else "training")
-        logger.info(describe_model(self.cfg, self.bare_model))
-        self.cached_features = use_cached_features(self.cfg, self.bare_model)
-        self.teacher = TeacherFeatures(self.cfg) if needs_teacher(self.bare_model) else None
-        precision = choose_precision(self.cfg)
-        optimizer = build_optimizer(self.cfg, self.bare_model)
-        self._average, keys = None, self.cfg.SOLVER.EMA
-        if keys.ENABLED:
-            self._average = ModelEmaV3(self.bare_model, decay=keys.DECAY, use_warmup=True)
+        data_loader = self.build_train_loader(cfg)
+        # The images determine the iterations of a schedule in epochs.
+        self.cfg = resolve_schedule(cfg, num_images=data_loader.num_images)
+        logger.info(describe_schedule(cfg, self.cfg, data_loader.num_images))
+        cfg = self.cfg
+        self.bare_model = self.build_model(cfg)
+        optimize(self.bare_model, choose_form(cfg))
+        logger.info(describe_model(cfg, self.bare_model))
+        # Before the optimizer is built, as it replaces a frozen encoder.
+        self.cached_features = use_cached_features(cfg, self.bare_model, fill=fill)
+        self.targets = None
+        if needs_targets(self.bare_model):
+            self.targets = DistillationTargets(cfg, fill=fill)
+        precision = choose_precision(cfg)
+        optimizer = self.build_optimizer(cfg, self.bare_model)
+        self._average = None
         self._mean_teacher = None
-        if self._average and self.cfg.DATASETS.UNLABELLED:
-            self._mean_teacher = MeanTeacher(self._average.module, precision=precision)
-            stream.burn_in = round(self.cfg.MODEL.SEMI.BURN_IN * self.cfg.SOLVER.MAX_ITER)
+        if cfg.SOLVER.EMA.ENABLED:
+            self._average = ModelEmaV3(self.bare_model, decay=cfg.SOLVER.EMA.DECAY, use_warmup=True)
+            if cfg.DATASETS.UNLABELLED:
+                self._mean_teacher = MeanTeacher(self._average.module, precision=precision)
+                data_loader.burn_in = round(cfg.MODEL.SEMI.BURN_IN * cfg.SOLVER.MAX_ITER)
         self._trainer = StepTrainer(
             distribute(self.bare_model),
-            stream,
+            data_loader,
             optimizer,
-            batch_size=self.cfg.SOLVER.IMS_PER_BATCH,
-            accumulate=self.cfg.SOLVER.ACCUMULATE,
+            batch_size=cfg.SOLVER.IMS_PER_BATCH,
+            accumulate=cfg.SOLVER.ACCUMULATE,
             precision=precision,
-            seed=stream.seed,
-            log_period=self.cfg.SOLVER.LOG_PERIOD,
-            teacher=self._mean_teacher,
+            seed=data_loader.seed,
+            log_period=cfg.SOLVER.LOG_PERIOD,
+            mean_teacher=self._mean_teacher,
         )
-        self.scheduler = build_lr_scheduler(self.cfg, optimizer)
+        self.scheduler = self.build_lr_scheduler(cfg, optimizer)
+        checkpointables: dict[str, Any] = {"trainer": weakref.proxy(self)}
+        if self._average:
+            checkpointables["ema"] = self._average.module
         self.checkpointer = SafeCheckpointer(
             self.bare_model,
-            self.cfg.OUTPUT_DIR,
-            class_names=self.cfg.MODEL.CLASS_NAMES,
+            cfg.OUTPUT_DIR,
+            class_names=cfg.MODEL.CLASS_NAMES,
             allow_partial=allow_partial,
-            trainer=weakref.proxy(self),
-            **({"ema": self._average.module} if self._average else {}),
+            **checkpointables,
         )
         self.resumed_from: str | None = None
-        self.start_iter, self.max_iter = 0, self.cfg.SOLVER.MAX_ITER
-        build_loader = (self.cached_features or self.teacher or self).build_test_loader
-        self._evaluation = Evaluation(self.cfg, build_loader)
+        self.start_iter = 0
+        self.max_iter = cfg.SOLVER.MAX_ITER
+        build_test_loader = (self.cached_features or self.targets or self).build_test_loader
+        self._evaluation = Evaluation(cfg, build_test_loader)
         self._last_eval_results: dict[str, Any] = {}
         self.register_hooks(self.build_hooks())
 
@@ -127,6 +142,10 @@ class Trainer(DefaultTrainer):
         """Whether a signal ends the run after this step; the value is equal on all processes."""
         return self._trainer.stops
 
+    def ask_to_stop(self) -> None:
+        """Ends the run after this step, with a checkpoint. Signal handlers call this method."""
+        self._trainer.asked_to_stop = True
+
     def resume_or_load(self, resume: bool = True) -> None:
         """Resumes the run in ``OUTPUT_DIR``, or starts a new one from ``MODEL.WEIGHTS``.
 
@@ -143,13 +162,15 @@ class Trainer(DefaultTrainer):
             return
         self.resumed_from = self.checkpointer.find_checkpoint_to_resume()
         info = info_of(self.resumed_from)
-        before = check_same_config(info.config if info else "", self.cfg)
+        saved = info.config if info else ""
+        before = check_same_config(saved, self.cfg)
         self.checkpointer.resume(self.resumed_from)
         self.start_iter = self.iter + 1
         weights = before.get("MODEL.WEIGHTS", self.cfg.MODEL.WEIGHTS)  # of the run's start
         self.cfg = with_values(self.cfg, {"SEED": self.seed, "MODEL.WEIGHTS": weights})
         self.cfg.freeze()
-        self.data_loader.start, self.data_loader.seed = self.start_iter, self.seed
+        self.data_loader.start = self.start_iter
+        self.data_loader.seed = self.seed
 
     def train(self) -> dict[str, Any]:
         """Trains from ``start_iter`` to ``SOLVER.MAX_ITER``.
@@ -168,11 +189,11 @@ class Trainer(DefaultTrainer):
         if self.cached_features:
             self._evaluation.forget()  # loaders may read the cache of other weights
             self.cached_features.prepare(self.data_loader)
-        if self.teacher:
-            self.teacher.prepare(self.data_loader)
+        if self.targets:
+            self.targets.prepare(self.data_loader)
         if comm.is_main_process():
-            path, text = Path(self.cfg.OUTPUT_DIR) / "config.yaml", dump_config(self.cfg)
-            write_atomically(path, text.encode())
+            path = Path(self.cfg.OUTPUT_DIR) / "config.yaml"
+            write_atomically(path, dump_config(self.cfg).encode())
         try:
             TrainerBase.train(self, self.start_iter, self.max_iter)
         finally:  # otherwise workers wait for the garbage collector
@@ -182,14 +203,15 @@ class Trainer(DefaultTrainer):
 
     def build_hooks(self) -> list[HookBase | None]:
         """Returns the hooks in the order in which they run."""
-        cfg, main = self.cfg, comm.is_main_process()
+        cfg = self.cfg
+        is_main = comm.is_main_process()
         return [
             hooks.IterationTimer(),
             hooks.LRScheduler(),
             hooks.CallbackHook(after_step=self._update_average) if self._average else None,
-            YieldToNewerStart() if main else None,
+            YieldToNewerStart() if is_main else None,
             *build_eval_hooks(cfg, self._mean_teacher, burn_in=self.data_loader.burn_in),
-            PeriodicWriter(cfg.SOLVER.LOG_PERIOD) if main else None,
+            PeriodicWriter(cfg.SOLVER.LOG_PERIOD) if is_main else None,
             SkippedImages(period=cfg.SOLVER.CHECKPOINT_PERIOD),
             PeriodicCheckpointer(
                 period=cfg.SOLVER.CHECKPOINT_PERIOD, kept=cfg.SOLVER.CHECKPOINTS_KEPT
@@ -209,13 +231,15 @@ class Trainer(DefaultTrainer):
     def evaluate(self) -> dict[str, Any]:
         """Evaluates ``evaluated_model``; only the main process returns results.
 
-        With unlabelled images, ``evaluated_model`` is the teacher, and the results of the trained
-        model are under the key "student".
+        With unlabelled images, ``evaluated_model`` is the mean teacher, and the results of the
+        trained model are under the key "student".
         """
         student = self._evaluation(self.bare_model) if self._mean_teacher else {}
         results = self._evaluation(self.evaluated_model)  # last, so OUTPUT_DIR has their files
-        self._last_eval_results = {**results, **({"student": student} if student else {})}
-        return self._last_eval_results
+        if student:
+            results = {**results, "student": student}
+        self._last_eval_results = results
+        return results
 
     def save(self, name: str) -> None:
         """Writes ``OUTPUT_DIR/<name>.pth``, a checkpoint from which the run can be resumed."""
@@ -248,7 +272,8 @@ class Trainer(DefaultTrainer):
         TrainerBase.load_state_dict(self, state_dict)
         self._trainer.load_state_dict(state_dict["_trainer"])
         self._trainer.seed = state_dict["seed"]
-        before, now = state_dict["processes"], comm.get_world_size()
+        before = state_dict["processes"]
+        now = comm.get_world_size()
         logger.info(f"Continuing after iteration {self.iter}, with the same images")
         if before != now:  # dropout and BatchNorm's batch statistics will differ
             logger.warning(f"The run continues with {now} processes instead of {before}")
@@ -269,36 +294,24 @@ class Trainer(DefaultTrainer):
         return model.to(memory_format=find_memory_format(cfg))
 
     @classmethod
+    def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> Optimizer:
+        """Builds the optimizer that ``SOLVER.OPTIMIZER`` names."""
+        return build_optimizer(cfg, model)
+
+    @classmethod
+    def build_lr_scheduler(cls, cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
+        """Builds the scheduler that ``SOLVER.LR_SCHEDULER_NAME`` names."""
+        return build_lr_scheduler(cfg, optimizer)
+
+    @classmethod
+    def build_train_loader(cls, cfg: CfgNode) -> TrainStream:
+        """Returns the stream of this process's share of the training images."""
+        return build_train_stream(cfg, find_task(cfg).load_training_set(cfg))
+
+    @classmethod
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> ImageBatches:
         """Returns a loader of this process's share of a data set's images."""
-        return build_test_loader(cfg, dataset_name)
-
-
-def start_run(flags: RunFlags) -> Trainer:
-    """Replaces the folder ``flags.output``, and returns the trainer of a new run in it.
-
-    Raises:
-        UserError: the config or the data are invalid, or the folder has files of others.
-    """
-    flags.load_config()  # a wrong key is found before anything is deleted
-    replace_folders(flags.output)
-    cfg = build_config(flags)
-    setup(cfg, flags)
-    trainer = Trainer(cfg)
-    trainer.resume_or_load(resume=False)
-    return trainer
-
-
-def train_afresh(flags: RunFlags) -> tuple[Trainer, dict[str, Any]]:
-    """Trains a run of ``start_run``; returns the trainer and the results by task."""
-    trainer = start_run(flags)
-    try:
-        return trainer, trainer.train()
-    except Interrupted as stop:  # its message recommends --resume
-        name = signal.Signals(stop.number).name
-        raise Interrupted(
-            stop.number, f"{name} stopped the training in '{flags.output}': run the command again"
-        ) from None
+        return find_task(cfg).build_test_loader(cfg, dataset_name)
 
 
 def evaluate(
@@ -322,10 +335,22 @@ def evaluate(
         raise UserError("there is nothing to evaluate: add --weights FILE, or --resume")
     model = Trainer.build_model(cfg).eval()
     checkpointer = ExactCheckpointer(model, cfg.OUTPUT_DIR, class_names=cfg.MODEL.CLASS_NAMES)
-    if resume and not checkpointer.has_checkpoint():
-        raise UserError(f"--resume finds no checkpoint in '{cfg.OUTPUT_DIR}' to evaluate")
-    path = checkpointer.find_checkpoint_to_resume() if resume else cfg.MODEL.WEIGHTS
-    checkpointer.load(path, checkpointables=[])
-    source = TeacherFeatures(cfg) if needs_teacher(model) else Trainer
-    evaluation = Evaluation(cfg, source.build_test_loader)
-    return evaluation(prepare(model) if prepare else model)
+    weights = cfg.MODEL.WEIGHTS
+    if resume:
+        if not checkpointer.has_checkpoint():
+            raise UserError(f"--resume finds no checkpoint in '{cfg.OUTPUT_DIR}' to evaluate")
+        weights = checkpointer.find_checkpoint_to_resume()
+    checkpointer.load(weights, checkpointables=[])
+    build_test_loader = Trainer.build_test_loader
+    if needs_targets(model):
+        build_test_loader = DistillationTargets(cfg).build_test_loader
+    if prepare is None:
+        optimize(model, choose_form(cfg))  # as in training, so that results are bit-identical
+    else:
+        model = prepare(model)
+    return Evaluation(cfg, build_test_loader)(model)
+
+
+def choose_form(cfg: CfgNode) -> Form:
+    """Returns the form of a model's layers in training on ``MODEL.DEVICE``."""
+    return "cpu_training" if cfg.MODEL.DEVICE == "cpu" else "training"

@@ -29,9 +29,9 @@ from qbheat_det.core.text import join_first
 logger = logging.getLogger(__name__)
 Counts = npt.NDArray[np.int64]
 _TOP = {"top1": 1, "top5": 5}
-_SHOWN = 5  # number of classes in the log
+_NUM_LOGGED = 5  # number of classes in the log
 _TINY = torch.finfo(torch.float64).tiny
-_LEAST_VOTE = 1e-300  # keeps the votes of distant neighbors above zero
+_MIN_VOTE = 1e-300  # keeps the votes of distant neighbors above zero
 _CHUNK = 2**24  # number of similarities computed at a time (128 MB)
 
 
@@ -41,11 +41,17 @@ def measure_ranks(ranks: Tensor) -> dict[str, float]:
     Values are in percent, or nan if there are no images. ``ranks`` (N,) are the zero-based ranks of
     the true classes.
     """
-    if not len(ranks):
-        return dict.fromkeys((*_TOP, *(f"{key}_standard_error" for key in _TOP)), math.nan)
-    shares = {key: int((ranks < top).sum()) / len(ranks) for key, top in _TOP.items()}
-    errors = {f"{k}_standard_error": math.sqrt(s * (1 - s) / len(ranks)) for k, s in shares.items()}
-    return {key: 100.0 * value for key, value in {**shares, **errors}.items()}
+    accuracies: dict[str, float] = {}
+    errors: dict[str, float] = {}
+    for key, top in _TOP.items():
+        share = math.nan
+        error = math.nan
+        if len(ranks):
+            share = int((ranks < top).sum()) / len(ranks)
+            error = math.sqrt(share * (1 - share) / len(ranks))
+        accuracies[key] = 100.0 * share
+        errors[f"{key}_standard_error"] = 100.0 * error
+    return {**accuracies, **errors}
 
 
 class ClassificationEvaluator(DatasetEvaluator):
@@ -90,8 +96,8 @@ class ClassificationEvaluator(DatasetEvaluator):
             )
         labels = [entry["label"] for entry in inputs]
         truth = torch.tensor(labels, device=scores.device)
-        found = torch.stack([predict(scores), rank_true_class(scores, truth)], dim=1).tolist()
-        for entry, label, (prediction, rank) in zip(inputs, labels, found, strict=True):
+        results = torch.stack([predict(scores), rank_true_class(scores, truth)], dim=1).tolist()
+        for entry, label, (prediction, rank) in zip(inputs, labels, results, strict=True):
             self._seen.append((entry["image_id"], label, prediction, rank))
 
     def evaluate(self) -> dict[str, dict[str, float]]:
@@ -127,7 +133,7 @@ class ClassificationEvaluator(DatasetEvaluator):
             f"'{self._dataset_name}': top-1 {results['top1']:.2f} +- "
             f"{results['top1_standard_error']:.2f} %, top-5 {results['top5']:.2f}, balanced "
             f"{results['balanced']:.2f} of {int(totals.sum()):,} images. "
-            f"Hardest classes: {join_first(hardest, _SHOWN)}"
+            f"Hardest classes: {join_first(hardest, _NUM_LOGGED)}"
         )
         if not self.output_dir:
             return
@@ -161,9 +167,9 @@ def rank_true_class(scores: Tensor, labels: Tensor) -> Tensor:
     Among equal scores, the lower label comes first. If an image has a nan score, its rank is above
     K.
     """
-    own = scores.gather(1, labels[:, None])
-    lower = torch.arange(scores.shape[1], device=scores.device) < labels[:, None]
-    before = ((scores > own) | ((scores == own) & lower)).sum(dim=1)
+    true_scores = scores.gather(1, labels[:, None])
+    is_lower = torch.arange(scores.shape[1], device=scores.device) < labels[:, None]
+    before = ((scores > true_scores) | ((scores == true_scores) & is_lower)).sum(dim=1)
     return torch.where(scores.isnan().any(dim=1), scores.shape[1] + 5, before)
 
 
@@ -193,21 +199,22 @@ def rank_true_classes(
     are equally similar, those with the lower index vote. Among equal votes, the lower label comes
     first. Classes without votes come last.
     """
-    (train_features, train_labels), (features, labels) = train, val
+    train_features, train_labels = train
+    features, labels = val
     k = min(k, len(train_features))
     num_classes = int(torch.cat([train_labels, labels]).max()) + 1
     voters = F.normalize(train_features.double(), dim=1, eps=_TINY).T
     ranks = [labels[:0]]
     rows = max(1, chunk // len(train_features))
-    for some, truth in zip(features.split(rows), labels.split(rows), strict=True):
+    for part, truth in zip(features.split(rows), labels.split(rows), strict=True):
         # Rounding from float64 makes similarities of equal features equal for all chunk sizes.
-        similarities = (F.normalize(some.double(), dim=1, eps=_TINY) @ voters).float()
+        similarities = (F.normalize(part.double(), dim=1, eps=_TINY) @ voters).float()
         neighbours = _first_of_the_largest(similarities, k)
         nearest = similarities.gather(1, neighbours).double()
         # The largest similarity is subtracted, because exp(1 / temperature) may overflow.
         nearest -= nearest.amax(dim=1, keepdim=True)
-        weights = (nearest / temperature).exp().clamp(min=_LEAST_VOTE)
-        votes = weights.new_zeros(len(some), num_classes)
+        weights = (nearest / temperature).exp().clamp(min=_MIN_VOTE)
+        votes = weights.new_zeros(len(part), num_classes)
         votes.scatter_add_(1, train_labels[neighbours], weights)
         has_votes = votes.gather(1, truth[:, None])[:, 0] > 0
         ranks.append(torch.where(has_votes, rank_true_class(votes, truth), num_classes + 5))
@@ -217,19 +224,22 @@ def rank_true_classes(
 def _first_of_the_largest(values: Tensor, k: int) -> Tensor:
     """Returns the columns (N, k) of the k largest values per row, the first of equal values."""
     smallest = values.topk(k, dim=1).values[:, -1:]
-    above, equal = values > smallest, values == smallest
-    free = k - above.sum(dim=1, keepdim=True)
-    chosen = above | (equal & (equal.cumsum(dim=1) <= free))
+    is_above = values > smallest
+    is_equal = values == smallest
+    num_equal = k - is_above.sum(dim=1, keepdim=True)  # number of equal values to choose
+    chosen = is_above | (is_equal & (is_equal.cumsum(dim=1) <= num_equal))
     return chosen.nonzero()[:, 1].view(len(values), k)
 
 
 def _summarise(ranks: Counts, right: Counts, totals: Counts) -> dict[str, float]:
     """Computes results from ranks (N,) and the numbers (K,) of correct and of all images."""
-    balanced = error = math.nan
+    balanced = math.nan
+    error = math.nan
     if len(ranks):
-        right, totals = right[totals > 0], totals[totals > 0]
-        shares = right / totals
+        has_images = totals > 0
+        shares = right[has_images] / totals[has_images]
         balanced = 100 * float(shares.mean())
-        error = 100 * math.sqrt((shares * (1 - shares) / totals).sum()) / len(shares)
+        variances = shares * (1 - shares) / totals[has_images]
+        error = 100 * math.sqrt(variances.sum()) / len(shares)
     results = measure_ranks(torch.as_tensor(ranks))
     return {**results, "balanced": balanced, "balanced_standard_error": error}

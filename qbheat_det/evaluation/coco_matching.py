@@ -12,7 +12,7 @@ import numpy.typing as npt
 from detectron2.evaluation.coco_evaluation import COCOevalMaxDets
 from pycocotools.cocoeval import COCOeval
 
-_LARGEST_IOU = 1 - 1e-10  # of the threshold, as in pycocotools
+_MAX_THRESHOLD = 1 - 1e-10  # highest IoU that a match can need, as in pycocotools
 
 
 class FastMatching(COCOeval):
@@ -24,50 +24,51 @@ class FastMatching(COCOeval):
         """Matches the detections of an image and a class; None if there are no boxes at all."""
         p = self.params
         classes = [catId] if p.useCats else p.catIds
-        truth = [one for k in classes for one in self._gts[imgId, k]]
-        found = [one for k in classes for one in self._dts[imgId, k]]
-        if not truth and not found:
+        truth = [box for k in classes for box in self._gts[imgId, k]]
+        detections = [detection for k in classes for detection in self._dts[imgId, k]]
+        if not truth and not detections:
             return None
-        for one in truth:
-            is_in_range = aRng[0] <= one["area"] <= aRng[1]
-            one["_ignore"] = int(bool(one["ignore"]) or not is_in_range)
-        order = np.argsort([one["_ignore"] for one in truth], kind="mergesort")
+        for box in truth:
+            is_in_range = aRng[0] <= box["area"] <= aRng[1]
+            box["_ignore"] = int(bool(box["ignore"]) or not is_in_range)
+        order = np.argsort([box["_ignore"] for box in truth], kind="mergesort")
         truth = [truth[i] for i in order]
-        best = np.argsort([-one["score"] for one in found], kind="mergesort")
-        found = [found[i] for i in best[:maxDet]]
-        ious = np.zeros((len(found), len(truth)))
-        if truth and found:
-            ious = self.ious[imgId, catId][: len(found), order]
-        is_ignored = np.array([one["_ignore"] for one in truth], dtype=np.bool_)
-        is_crowd = np.array([one["iscrowd"] for one in truth], dtype=np.bool_)
-        matches = [_match(ious, is_ignored, is_crowd, t) for t in p.iouThrs]
-        rows = np.array(matches, dtype=np.int64).reshape(len(p.iouThrs), len(found))  # -1: none
-        truth_ids = np.array([one["id"] for one in truth], dtype=np.int64)
-        found_ids = np.array([one["id"] for one in found], dtype=np.int64)
-        found_matches, truth_matches = (
-            np.zeros((len(p.iouThrs), len(x))) for x in (found_ids, truth_ids)
-        )
-        found_ignored = np.zeros(found_matches.shape, dtype=np.bool_)
+        by_score = np.argsort([-detection["score"] for detection in detections], kind="mergesort")
+        detections = [detections[i] for i in by_score[:maxDet]]
+        ious = np.zeros((len(detections), len(truth)))
+        if truth and detections:
+            ious = self.ious[imgId, catId][: len(detections), order]
+        is_ignored = np.array([box["_ignore"] for box in truth], dtype=np.bool_)
+        is_crowd = np.array([box["iscrowd"] for box in truth], dtype=np.bool_)
+        num_thresholds = len(p.iouThrs)
+        matches = [_match(ious, is_ignored, is_crowd, threshold) for threshold in p.iouThrs]
+        # Per threshold and detection, the index of its box; -1: none.
+        rows = np.array(matches, dtype=np.int64).reshape(num_thresholds, len(detections))
+        truth_ids = np.array([box["id"] for box in truth], dtype=np.int64)
+        detection_ids = np.array([detection["id"] for detection in detections], dtype=np.int64)
+        truth_matches = np.zeros((num_thresholds, len(truth)))
+        detection_matches = np.zeros((num_thresholds, len(detections)))
+        detection_ignored = np.zeros(detection_matches.shape, dtype=np.bool_)
         for threshold, matched in enumerate(rows):
             hits = np.flatnonzero(matched >= 0)
-            found_matches[threshold, hits] = truth_ids[matched[hits]]
-            found_ignored[threshold, hits] = is_ignored[matched[hits]]
-            truth_matches[threshold, matched[hits]] = found_ids[hits]  # the last one of a crowd
-        areas = np.array([one["area"] for one in found])
+            detection_matches[threshold, hits] = truth_ids[matched[hits]]
+            detection_ignored[threshold, hits] = is_ignored[matched[hits]]
+            truth_matches[threshold, matched[hits]] = detection_ids[hits]  # the last one of a crowd
+        areas = np.array([detection["area"] for detection in detections])
         is_outside = (areas < aRng[0]) | (areas > aRng[1])
-        found_ignored |= (found_matches == 0) & is_outside
+        detection_ignored |= (detection_matches == 0) & is_outside
         return {
             "image_id": imgId,
             "category_id": catId,
             "aRng": aRng,
             "maxDet": maxDet,
-            "dtIds": found_ids.tolist(),
+            "dtIds": detection_ids.tolist(),
             "gtIds": truth_ids.tolist(),
-            "dtMatches": found_matches,
+            "dtMatches": detection_matches,
             "gtMatches": truth_matches,
-            "dtScores": [one["score"] for one in found],
+            "dtScores": [detection["score"] for detection in detections],
             "gtIgnore": is_ignored.astype(np.int64),
-            "dtIgnore": found_ignored,
+            "dtIgnore": detection_ignored,
         }
 
 
@@ -94,18 +95,18 @@ def _match(
     """
     is_free = np.ones(len(is_ignored), dtype=np.bool_)
     num_counted = int((~is_ignored).sum())
-    lowest = min(threshold, _LARGEST_IOU)
+    threshold = min(threshold, _MAX_THRESHOLD)
     matches = []
     for overlaps in ious:
-        reached = np.flatnonzero(overlaps >= lowest)
+        reached = np.flatnonzero(overlaps >= threshold)
         reached = reached[is_free[reached]]
         counted = reached[reached < num_counted]
-        among = counted if len(counted) else reached
-        if not len(among):
+        candidates = counted if len(counted) else reached
+        if not len(candidates):
             matches.append(-1)
             continue
-        last = among[::-1]
-        index = int(last[overlaps[last].argmax()])
+        candidates = candidates[::-1]  # argmax returns the first one of equal IoUs
+        index = int(candidates[overlaps[candidates].argmax()])
         matches.append(index)
         is_free[index] = is_crowd[index]
     return matches

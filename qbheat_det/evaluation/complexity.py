@@ -71,15 +71,15 @@ def count_madds(model: nn.Module, *inputs: Any) -> MAdds:
         module.register_forward_hook(lambda *_: None)
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=_NOT_CORE) as mode:
         model(*inputs)
-    found = mode.get_flop_counts()
+    flops = mode.get_flop_counts()
     counts: dict[str, Counter[Any]] = {}
     for name, module in reversed([*model.named_modules()]):  # children before parents
-        own = found.get(f"{type(model).__name__}.{name}" if name else "Global")
-        if own is None:  # not called itself, as a list of modules
-            children = (counts[f"{name}.{child}"] for child, _ in module.named_children())
+        module_flops = flops.get(f"{type(model).__name__}.{name}" if name else "Global")
+        if module_flops is None:  # not called itself, as a list of modules
+            children = [counts[f"{name}.{child}"] for child, _ in module.named_children()]
             counts[name] = sum(children, Counter[Any]())
         else:
-            counts[name] = Counter({operator: number // 2 for operator, number in own.items()})
+            counts[name] = Counter({op: number // 2 for op, number in module_flops.items()})
     return MAdds(dict(reversed(counts.items())))
 
 

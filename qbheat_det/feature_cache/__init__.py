@@ -2,15 +2,18 @@
 """Computes the features of a frozen network once for fixed views of each image, and caches them.
 
 - ``use_cached_features`` trains the head of a model on cached features of its frozen encoder.
-- ``TeacherFeatures`` pre-trains an encoder on cached features of a frozen teacher.
+- ``DistillationTargets`` pre-trains an encoder on cached features of a frozen teacher.
 - ``check_cacheable`` rejects configs whose features would change during training.
 """
 
-from .encoder import CachedBackbone
+from .cached_backbone import CachedBackbone
+from .distillation_targets import DistillationTargets
 from .frozen import CachedFeatures, check_cacheable, use_cached_features
-from .teacher import TeacherFeatures
 
 __all__ = [
-    "CachedBackbone", "CachedFeatures", "TeacherFeatures", "check_cacheable",
+    "CachedBackbone",
+    "CachedFeatures",
+    "DistillationTargets",
+    "check_cacheable",
     "use_cached_features",
-]  # fmt: skip
+]

@@ -8,13 +8,12 @@ gets more images or corrected boxes, only the new and changed images are encoded
 
 import contextlib
 import functools
-import itertools
 import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from detectron2.data.build import trivial_batch_collator
@@ -31,6 +30,15 @@ from .store import AllViews, Encode, FeatureStore, Mapped, Stored, naming_the_ke
 logger = logging.getLogger(__name__)
 _META = "meta.json"
 _SECONDS_BETWEEN_LINES = 30  # between lines of progress in a log
+
+
+class Fill(Protocol):
+    """A function that completes a store, such as ``fill``."""
+
+    def __call__(
+        self, store: FeatureStore, views: AllViews, encode: Encode, *, title: str, num_workers: int
+    ) -> FeatureStore:
+        """Returns a store that has a view for each index. For the arguments, see ``fill``."""
 
 
 def fill(
@@ -111,7 +119,10 @@ def _load(
 
 def _share_missing(store: FeatureStore) -> list[int]:
     """Returns the numbers of the files that are missing on the main process's disk."""
-    return comm.all_gather(store.missing() if comm.is_main_process() else [])[0]
+    missing = []
+    if comm.is_main_process():
+        missing = store.missing()
+    return comm.all_gather(missing)[0]
 
 
 @contextlib.contextmanager
@@ -121,7 +132,9 @@ def _build_lock(store: FeatureStore, waiting: str) -> Iterator[None]:
     Another run may hold the lock for hours. Since a collective call times out after 30 minutes, the
     waiting processes synchronize at regular intervals.
     """
-    lock, is_main, seconds = FileLock(store.folder / "build.lock"), comm.is_main_process(), 0.1
+    lock = FileLock(store.folder / "build.lock")
+    is_main = comm.is_main_process()
+    seconds = 0.1
     if is_main:
         with naming_the_key():
             check_writable(store.path_of(0))
@@ -150,24 +163,28 @@ def find_known_views(store: FeatureStore) -> dict[int, Callable[[], Stored]]:
     """
     known: dict[int, Callable[[], Stored]] = {}
     for key, other in _find_similar(store):
-        rows = {record: row for row, record in enumerate(key["records"])}
+        other_rows = {record: row for row, record in enumerate(key["records"])}
         missing = {index for file in other.missing() for index in other.views_of(file)}
-        records, count = (store.key or {})["records"], key["views_per_image"]
-        shared = [(row, rows[record]) for row, record in enumerate(records) if record in rows]
-        for (row, other_row), number in itertools.product(shared, range(count)):
-            index = other_row * count + number
-            if index not in missing:
-                known[row * count + number] = functools.partial(other.read, index)
+        count = key["views_per_image"]
+        for row, record in enumerate((store.key or {})["records"]):
+            if record not in other_rows:
+                continue
+            for number in range(count):
+                other_index = other_rows[record] * count + number
+                if other_index not in missing:
+                    known[row * count + number] = functools.partial(other.read, other_index)
     return known
 
 
 def _find_similar(store: FeatureStore) -> Iterator[tuple[dict[str, Any], FeatureStore]]:
     """Yields the keys and stores in the same folder whose key differs only in the records."""
-    own = {**(store.key or {}), "records": None}
-    for path in sorted(store.folder.parent.glob(f"*/{_META}")) if store.key else ():
+    if not store.key:
+        return
+    shared_key = {**store.key, "records": None}
+    for path in sorted(store.folder.parent.glob(f"*/{_META}")):
         # It may have been removed meanwhile, or belong to another program.
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
             key = json.loads(path.read_text(encoding="utf-8"))
-            if path.parent != store.folder and {**key, "records": None} == own:
+            if path.parent != store.folder and {**key, "records": None} == shared_key:
                 num_views = key["views_per_image"] * len(key["records"])
                 yield key, FeatureStore(path.parent, num_views, dtype=store.dtype)

@@ -25,7 +25,6 @@ from torchvision.ops import StochasticDepth
 from qbheat_det.config import find_memory_format, get_value
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
-    MAPPERS_OF_CLASSES,
     DataError,
     FixedViews,
     ImageBatches,
@@ -33,23 +32,24 @@ from qbheat_det.data import (
     StrongViews,
     TrainStream,
     build_mapper,
-    load_classes,
-    load_test_set,
     number_records,
 )
-from qbheat_det.data.image_batches import BATCH_SIZE
 from qbheat_det.data.mappers import VIEW_ROW, choose_view
 from qbheat_det.modeling.contracts import (
     TILE,
+    PreparesImages,
     PretrainingObjective,
     get_backbone,
     get_freeze_all,
     get_in_features,
     keeps_backbone_in_eval,
 )
+from qbheat_det.tasks import find_task
 
-from .encoder import OFF, CachedBackbone, check_cache_keys, encode_images, open_store
-from .filling import fill
+from .cache_key import check_cache_config, open_store
+from .cached_backbone import OFF, CachedBackbone
+from .encoding import encode_images
+from .filling import Fill, fill
 from .store import VIEWS_PER_FILE, AllViews, FeatureStore, Mapped, Stored, View
 
 _KEPT = ("file_name", "image_id", "label", TILE)
@@ -81,30 +81,39 @@ class CachedViews:
         entry["features"] = view.features
         entry["image_size"] = view.image_size
         if view.full_size is not None:
-            entry["height"], entry["width"] = view.full_size
+            height, width = view.full_size
+            entry["height"] = height
+            entry["width"] = width
         truth = view.ground_truth
         if "gt_boxes" in truth:
-            boxes, classes = Boxes(truth["gt_boxes"]), truth["gt_classes"]
-            entry["instances"] = Instances(view.image_size, gt_boxes=boxes, gt_classes=classes)
+            entry["instances"] = Instances(
+                view.image_size,
+                gt_boxes=Boxes(truth["gt_boxes"]),
+                gt_classes=truth["gt_classes"],
+            )
         if "label" in truth:
             entry["label"] = int(truth["label"])
         return entry
 
 
 class CachedFeatures:
-    """Builds the caches of a run, from which the training stream and the test loaders read.
+    """Builds the caches of a run, from which the training stream and the test loaders read."""
 
-    Attributes:
-        fill: function that encodes missing views, see ``filling.fill``. A dry run replaces it.
-    """
-
-    def __init__(self, cfg: CfgNode, model: nn.Module, backbone: CachedBackbone) -> None:
-        """``backbone`` is the part of ``model`` that outputs the features."""
+    def __init__(
+        self, cfg: CfgNode, model: nn.Module, backbone: CachedBackbone, *, fill: Fill = fill
+    ) -> None:
+        """
+        Args:
+            cfg: config of the run.
+            model: the model to train.
+            backbone: the part of ``model`` that outputs the features.
+            fill: encodes the views that a store lacks. A dry run encodes only a few of them.
+        """
         self._cfg = cfg
         self._model = model
         self._backbone = backbone
-        self._has_classes = cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
-        self.fill = fill
+        self._task = find_task(cfg)
+        self._fill = fill
         self._views: dict[str, FixedViews] = {}
         self._tests: dict[str, tuple[Sequence[dict[str, Any]], CachedViews]] = {}
 
@@ -116,17 +125,19 @@ class CachedFeatures:
         """
         with self._backbone.encoding(self._device):
             self._share_weights()
-            stream.mapper = self._cache("training set", stream, stream.mapper)
-            if (others := stream.unlabelled) and isinstance(others.mapper, StrongViews):
-                weak = self._cache("unlabelled images", others, others.mapper.mapper)
-                others.mapper = dataclasses.replace(others.mapper, mapper=weak)
-            self._make_test_sets()
+            stream.mapper = self._cache_stream("training set", stream, stream.mapper)
+            unlabelled = stream.unlabelled
+            if unlabelled and isinstance(unlabelled.mapper, StrongViews):
+                strong_views = unlabelled.mapper
+                weak = self._cache_stream("unlabelled images", unlabelled, strong_views.mapper)
+                unlabelled.mapper = dataclasses.replace(strong_views, mapper=weak)
+            self._cache_test_sets()
 
-    def _cache(self, title: str, stream: TrainStream, mapper: Mapper) -> CachedViews:
+    def _cache_stream(self, title: str, stream: TrainStream, mapper: Mapper) -> CachedViews:
         """Completes the cache of a stream. At the first call, ``mapper`` must be ``FixedViews``."""
         if isinstance(mapper, FixedViews):
             self._views[title] = mapper
-        return self._make(title, AllViews(stream.dataset, self._views[title]), is_train=True)
+        return self._cache(title, AllViews(stream.dataset, self._views[title]), is_train=True)
 
     def build_test_loader(self, cfg: CfgNode, dataset_name: str) -> ImageBatches:
         """Returns a loader of this process's share of a test set, with features instead of pixels.
@@ -136,11 +147,14 @@ class CachedFeatures:
         if not (self._backbone.is_trusted and dataset_name in self._tests):
             with self._backbone.encoding(self._device):
                 self._share_weights()
-                self._make_test_sets()
+                self._cache_test_sets()
         records, mapper = self._tests[dataset_name]
-        workers = cfg.DATALOADER.NUM_WORKERS
-        at_once = BATCH_SIZE if self._has_classes else 1  # detectors evaluate one image at a time
-        return ImageBatches(records, mapper=mapper, batch_size=at_once, num_workers=workers)
+        return ImageBatches(
+            records,
+            mapper=mapper,
+            batch_size=self._task.batch_size,
+            num_workers=cfg.DATALOADER.NUM_WORKERS,
+        )
 
     @property
     def _device(self) -> torch.device:
@@ -154,47 +168,46 @@ class CachedFeatures:
                 torch.distributed.broadcast(sent, src=0)
                 tensor.copy_(sent)
 
-    def _make_test_sets(self) -> None:
+    def _cache_test_sets(self) -> None:
         cfg = self._cfg
         for name in cfg.DATASETS.TEST:
-            if self._has_classes:
-                records = load_classes([name], cfg.MODEL.CLASS_NAMES)
-            else:
-                records = load_test_set(cfg, name)
+            records = self._task.load_test_set(cfg, name)
             # Forked workers share one serialized array instead of copying records.
             numbered: Any = DatasetFromList(number_records(records), copy=False, serialize=True)
             views = FixedViews(build_mapper(cfg, is_train=False), count=1)
-            cached = self._make(f"test set '{name}'", AllViews(numbered, views), is_train=False)
-            self._tests[name] = numbered, cached
+            cached = self._cache(f"test set '{name}'", AllViews(numbered, views), is_train=False)
+            self._tests[name] = (numbered, cached)
         self._backbone.trust()
 
-    def _make(self, title: str, every: AllViews, *, is_train: bool) -> CachedViews:
+    def _cache(self, title: str, views: AllViews, *, is_train: bool) -> CachedViews:
         """Completes the cache of a data set, and returns the mapper that reads it."""
         cfg = self._cfg
-        whole: Any = get_backbone(self._model)
+        backbone: Any = get_backbone(self._model)  # with the feature pyramid, if there is one
         store = open_store(
             cfg,
             self._backbone.encoder,
-            every,
+            views,
             outputs=self._backbone.outputs,
             is_train=is_train,
             device=self._device,
-            size_divisibility=whole.size_divisibility,
+            size_divisibility=backbone.size_divisibility,
         )
         encode = functools.partial(
             self._encode, is_train=is_train, is_exact=store.dtype == torch.float32
         )
-        workers = cfg.DATALOADER.NUM_WORKERS
-        store = self.fill(store, every, encode, title=title, num_workers=workers)
-        return CachedViews(store, every.views.count)
+        store = self._fill(
+            store, views, encode, title=title, num_workers=cfg.DATALOADER.NUM_WORKERS
+        )
+        return CachedViews(store, views.views.count)
 
     def _encode(self, entries: Sequence[Mapped], *, is_train: bool, is_exact: bool) -> list[Stored]:
         # Rounding depends on the batch size, so use the same batch size as without a cache.
         if is_train:
-            parts = comm.get_world_size() * self._cfg.SOLVER.ACCUMULATE
-            at_once = min(VIEWS_PER_FILE, max(1, self._cfg.SOLVER.IMS_PER_BATCH // parts))
-        else:  # detectors evaluate one image at a time
-            at_once = VIEWS_PER_FILE if self._has_classes else 1
+            num_parts = comm.get_world_size() * self._cfg.SOLVER.ACCUMULATE
+            batch_size = max(1, self._cfg.SOLVER.IMS_PER_BATCH // num_parts)
+        else:
+            batch_size = self._task.batch_size
+        at_once = min(VIEWS_PER_FILE, batch_size)
         was_training = self._model.training
         self._model.train(is_train)  # attention rounds differently in each mode
         try:
@@ -204,11 +217,14 @@ class CachedFeatures:
             self._model.train(was_training)
 
 
-def use_cached_features(cfg: CfgNode, model: nn.Module) -> CachedFeatures | None:
+def use_cached_features(
+    cfg: CfgNode, model: nn.Module, *, fill: Fill = fill
+) -> CachedFeatures | None:
     """Replaces a model's encoder by a ``CachedBackbone``, if ``MODEL.CACHE_FEATURES.ENABLED``.
 
     Changes the model in place, and must be called before the model is optimized, wrapped or copied.
-    Raises a ``UserError`` that explains why the model cannot be trained from a cache.
+    For ``fill``, see ``CachedFeatures``. Raises a ``UserError`` that explains why the model cannot
+    be trained from a cache.
     """
     if not cfg.MODEL.CACHE_FEATURES.ENABLED:
         return None
@@ -216,19 +232,23 @@ def use_cached_features(cfg: CfgNode, model: nn.Module) -> CachedFeatures | None
     backbone = get_backbone(model)
     if backbone is None:
         raise UserError(f"{type(model).__name__} has no backbone to cache: {OFF}")
-    has_pyramid = isinstance(backbone, FPN)
-    encoder = backbone.bottom_up if has_pyramid else backbone
+    if isinstance(backbone, FPN):
+        encoder = backbone.bottom_up
+        outputs = get_in_features(backbone)
+    else:
+        encoder = backbone
+        outputs = get_in_features(model)
     check_frozen(model, encoder, cfg.MODEL.BACKBONE.FREEZE_AT)
     cached = CachedBackbone(
         encoder=encoder.to("cpu"),
-        outputs=get_in_features(backbone if has_pyramid else model) or list(encoder.output_shape()),
+        outputs=outputs or list(encoder.output_shape()),
         channels_last=find_memory_format(cfg) == torch.channels_last,
     )
-    if has_pyramid:
+    if isinstance(backbone, FPN):
         backbone.bottom_up = cached
     else:
         model.backbone = cached
-    return CachedFeatures(cfg, model, cached)
+    return CachedFeatures(cfg, model, cached, fill=fill)
 
 
 def check_cacheable(cfg: CfgNode) -> None:
@@ -236,7 +256,7 @@ def check_cacheable(cfg: CfgNode) -> None:
 
     Raises a ``UserError`` that names the key to change.
     """
-    check_cache_keys(cfg)
+    check_cache_config(cfg)
     refused = {
         "MODEL.MASK_ON": "needs masks, which are not cached",
         "MODEL.KEYPOINT_ON": "needs keypoints, which are not cached",
@@ -257,14 +277,17 @@ def check_frozen(model: nn.Module, encoder: Backbone, freeze_at: int) -> None:
     Raises a ``UserError`` if the model pre-trains its encoder, if it does not support cached
     features, or if a part of the encoder changes in training or drops values at random.
     """
-    kind, name = type(model).__name__, type(encoder).__name__
+    kind = type(model).__name__
+    name = type(encoder).__name__
     if isinstance(model, PretrainingObjective):
         raise UserError(f"{kind} pre-trains its encoder, which cannot be cached: {OFF}")
-    if isinstance(model, GeneralizedRCNN):
-        raise UserError(f"Detectron2's {kind} does not support cached features: {OFF}")
+    if isinstance(model, GeneralizedRCNN) or not isinstance(model, PreparesImages):
+        raise UserError(f"{kind} does not support cached features: {OFF}")
     changing = [path for path, p in encoder.named_parameters() if p.requires_grad]
     stays_in_eval = keeps_backbone_in_eval(model) and not changing
-    modules = [] if stays_in_eval else list(encoder.named_modules())
+    modules = list(encoder.named_modules())
+    if stays_in_eval:  # then BatchNorm and dropout have no effect
+        modules = []
     changing += [path for path, module in modules if isinstance(module, _BatchNorm)]
     if changing:
         raise UserError(

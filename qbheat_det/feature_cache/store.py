@@ -34,8 +34,15 @@ _METADATA_KEY = "qbheat_det"
 _TRUTH = {"gt_boxes": torch.float32, "gt_classes": torch.int64, "label": torch.int64}
 _REMOVE = "remove it and start again with --resume"
 # Reading a damaged file, or a file of another program, may raise any of these errors.
-_DAMAGES = (OSError, RuntimeError, safetensors.SafetensorError, ValueError, TypeError, LookupError,
-            AttributeError)  # fmt: skip
+_DAMAGES = (
+    OSError,
+    RuntimeError,
+    safetensors.SafetensorError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+)
 
 
 @dataclass(frozen=True)
@@ -159,15 +166,21 @@ class FeatureStore:
         if "gt_boxes" in truth:
             truth["gt_boxes"] = truth["gt_boxes"].reshape(-1, 4)  # (0, 4) without boxes
         height, width = about["image_size"]
-        return View(features, (height, width), truth, about["full_size"] and (*about["full_size"],))
+        full_size = about["full_size"]
+        if full_size is not None:
+            full_size = tuple(full_size)
+        return View(features, (height, width), truth, full_size)
 
     def write(self, file: int, views: Sequence[Stored]) -> None:
         """Writes the views of a file atomically. Raises a ``UserError`` if it cannot store them."""
         tensors: dict[str, Tensor] = {}
         abouts: dict[str, Any] = {}
         for index, view in zip(self.views_of(file), views, strict=True):
-            if not isinstance(view, View):
-                abouts[str(index)] = None if view is None else {"error": asdict(view)}
+            if view is None:
+                abouts[str(index)] = None
+                continue
+            if isinstance(view, DataError):
+                abouts[str(index)] = {"error": asdict(view)}
                 continue
             rounded = [
                 _round(feature, self.dtype, f"the encoder's output '{name}' for view {index}")
@@ -202,14 +215,16 @@ class FeatureStore:
             )
 
     def _read_header(self, file: int) -> tuple[dict[str, Any], Any]:
-        path, wanted = self.path_of(file), [str(index) for index in self.views_of(file)]
+        path = self.path_of(file)
+        view_indices = [str(index) for index in self.views_of(file)]
+        expected = (FORMAT_VERSION, self.folder.name, view_indices)
         try:
             tensors = safetensors.safe_open(path, framework="pt")
             about = json.loads(tensors.metadata()[_METADATA_KEY])
-            found = about["format"], about["cache"], list(about["views"])
+            stored = (about["format"], about["cache"], list(about["views"]))
         except _DAMAGES as error:
             raise UserError(f"'{path}' cannot be read ({error}): {_REMOVE}") from error
-        if found != (FORMAT_VERSION, self.folder.name, wanted):
+        if stored != expected:
             raise UserError(f"'{path}' belongs to another cache: {_REMOVE}")
         return about["views"], tensors
 

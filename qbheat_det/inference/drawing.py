@@ -23,7 +23,7 @@ RGBImage = npt.NDArray[np.uint8]
 Color = tuple[int, int, int]
 BACKGROUND: Color = (24, 26, 30)
 """The color between images, and behind headings and labels."""
-_LONGEST_ENLARGED = 8192  # pixels; JPEG allows 65,500 and OpenCV 32,767
+_MAX_ENLARGED_SIDE = 8192  # pixels; JPEG allows 65,500 and OpenCV 32,767
 _GOLDEN_ANGLE = 0.618034  # step between hues, so that adjacent classes differ clearly
 
 
@@ -37,15 +37,18 @@ def draw_instances(image: RGBImage, instances: Instances, class_names: Sequence[
     """Draws boxes (``pred_boxes`` or ``gt_boxes``), masks and scores on an image (H, W, 3)."""
     instances = instances.to("cpu")
     fields = instances.get_fields()
-    kind = "pred" if "pred_boxes" in fields else "gt"
-    boxes = fields[f"{kind}_boxes"].tensor.detach().double().numpy()
-    classes = fields[f"{kind}_classes"].tolist()
-    labels = [class_names[k] if k < len(class_names) else f"class {k}" for k in classes]
+    prefix = "pred" if "pred_boxes" in fields else "gt"
+    boxes = fields[f"{prefix}_boxes"].tensor.detach().double().numpy()
+    classes = fields[f"{prefix}_classes"].tolist()
+    colors = [get_class_color(k) for k in classes]
+    labels = []
+    for k in classes:
+        labels.append(class_names[k] if k < len(class_names) else f"class {k}")
     if "scores" in fields:
         scores = fields["scores"].tolist()
         labels = [f"{label} {score:.2f}" for label, score in zip(labels, scores, strict=True)]
-    colors = [get_class_color(k) for k in classes]
-    masks = fields.get(f"{kind}_masks")
+
+    masks = fields.get(f"{prefix}_masks")
     if isinstance(masks, PolygonMasks):
         masks = BitMasks.from_polygon_masks(masks, *instances.image_size)
     if isinstance(masks, BitMasks):
@@ -70,32 +73,35 @@ def draw_boxes(
     The longer side of an enlarged image is at most 8,192 pixels.
     """
     height, width = image.shape[:2]
-    scale = max(1.0, min(min_side / min(height, width), _LONGEST_ENLARGED / max(height, width)))
-    width, height = round(width * scale), round(height * scale)
+    scale = min(min_side / min(height, width), _MAX_ENLARGED_SIDE / max(height, width))
+    scale = max(1.0, scale)
     if scale > 1:
+        width = round(width * scale)
+        height = round(height * scale)
         image = np.asarray(cv2.resize(image, (width, height), interpolation=cv2.INTER_CUBIC))
     canvas = PIL.Image.fromarray(image)
     pen = PIL.ImageDraw.Draw(canvas)
-    line = max(2, round(min(height, width) / 220))
+    line_width = max(2, round(min(height, width) / 220))
     font = get_font(max(13, round(min(height, width) / 26)))
-    limits = np.array([width - 1, height - 1] * 2)
-    corners = np.clip(np.round(boxes * scale), 0, limits)
+    corners = np.clip(np.round(boxes * scale), 0, [width - 1, height - 1, width - 1, height - 1])
     corners[:, 2:] = np.maximum(corners[:, 2:], corners[:, :2])
     # Large boxes first, so that small ones and their labels stay visible.
-    order = np.argsort(-(corners[:, 2:] - corners[:, :2]).prod(axis=1), kind="stable")
-    for i in order.tolist():
+    areas = (corners[:, 2:] - corners[:, :2]).prod(axis=1)
+    order = np.argsort(-areas, kind="stable").tolist()
+    for i in order:
         x0, y0, x1, y1 = corners[i].tolist()
         # A dark rim keeps light colors visible on light backgrounds.
-        pen.rectangle((x0 - 1, y0 - 1, x1 + 1, y1 + 1), outline=BACKGROUND, width=line + 2)
-        pen.rectangle((x0, y0, x1, y1), outline=colors[i], width=line)
-    for i in order.tolist():
-        if labels[i]:
-            x0, y0 = corners[i, :2].tolist()
-            size = pen.textbbox((0, 0), labels[i], font=font)
-            x0 = max(0, min(x0, width - size[2] - 4))
-            y0 = max(0, y0 - size[3] - 4)
-            pen.rectangle((x0, y0, x0 + size[2] + 4, y0 + size[3] + 4), fill=colors[i])
-            pen.text((x0 + 2, y0 + 2), labels[i], font=font, fill=BACKGROUND)
+        pen.rectangle((x0 - 1, y0 - 1, x1 + 1, y1 + 1), outline=BACKGROUND, width=line_width + 2)
+        pen.rectangle((x0, y0, x1, y1), outline=colors[i], width=line_width)
+    for i in order:
+        if not labels[i]:
+            continue
+        left, top = corners[i, :2].tolist()
+        _, _, text_width, text_height = pen.textbbox((0, 0), labels[i], font=font)
+        left = max(0, min(left, width - text_width - 4))
+        top = max(0, top - text_height - 4)
+        pen.rectangle((left, top, left + text_width + 4, top + text_height + 4), fill=colors[i])
+        pen.text((left + 2, top + 2), labels[i], font=font, fill=BACKGROUND)
     return np.asarray(canvas)
 
 

@@ -27,7 +27,11 @@ Outputs = dict[str, npt.NDArray[Any]]
 EXPORTED_SUFFIXES = (".onnx",)
 ENCODER = "encoder.onnx"
 HEAD_PREFIX = "head_"
-_PROVIDERS = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+_PROVIDERS = {  # onnxruntime's names by device; the first available one is used
+    None: ["CUDAExecutionProvider", "CPUExecutionProvider"],
+    "cuda": ["CUDAExecutionProvider"],
+    "cpu": ["CPUExecutionProvider"],
+}
 Task = Literal["detection", "classification", "features"]
 METADATA_KEY = "qbheat_det"
 """Key of ``ExportInfo`` (as JSON) in ONNX's ``metadata_props``."""
@@ -121,7 +125,7 @@ class ExportedModel:
                 raise UserError(f"'{path}' has no head: use a {HEAD_PREFIX}NAME.onnx in its folder")
             heads = SharedEncoderModel(path.parent, device=device).heads
             return heads[path.stem.removeprefix(HEAD_PREFIX)]
-        names = [one.name for one in (*session.get_inputs(), *session.get_outputs())]
+        names = [value.name for value in (*session.get_inputs(), *session.get_outputs())]
         if names != ["images", *info.outputs]:
             raise UserError(f"'{path}' does not have the outputs it describes: export it again")
         return cls(path, info, lambda images: _run_session(session, {"images": images}))
@@ -149,8 +153,11 @@ class ExportedModel:
         try:
             if not self.info.image_size or len(images) == 1:
                 return self._run(contiguous)
-            found = [self._run(image[None]) for image in contiguous]
-            return {name: np.concatenate([each[name] for each in found]) for name in found[0]}
+            # The graph takes a single image of this size.
+            outputs = [self._run(image[None]) for image in contiguous]
+            return {
+                name: np.concatenate([output[name] for output in outputs]) for name in outputs[0]
+            }
         except Exception as error:  # onnxruntime's errors have no common base class
             raise UserError(
                 f"'{self.path}' fails on images {images.shape}: {one_line(error)}"
@@ -179,8 +186,8 @@ class SharedEncoderModel:
         self._sessions: dict[str, Any] = {}
         self.heads: dict[str, ExportedModel] = {}
         for path in sorted(Path(folder).glob(f"{HEAD_PREFIX}*.onnx")):
-            session, info, own_hash = _open_session(path, device)
-            if not own_hash or own_hash != encoder_hash:
+            session, info, expected_hash = _open_session(path, device)
+            if not expected_hash or expected_hash != encoder_hash:
                 raise UserError(
                     f"'{path}' was exported with another encoder than the {ENCODER} in its folder"
                 )
@@ -233,23 +240,25 @@ def _take_rgb(model: ExportedModel, task: Task) -> Callable[[Image], Any]:
     """
     if model.info.task != task:
         raise UserError(f"'{model.path}' was exported for {model.info.task}, not for {task}")
-    step = -1 if model.info.pixel_format == "BGR" else 1
-    return lambda images: model(images[..., ::step])
+    if model.info.pixel_format == "BGR":
+        return lambda images: model(images[..., ::-1])
+    return model
 
 
 def to_instances(outputs: Outputs, size: tuple[int, int]) -> list[Instances]:
     """Converts a detector's outputs to one ``Instances`` per image of ``size`` (H, W)."""
-    found = []
+    results = []
     for index, count in enumerate(outputs["counts"].tolist()):
-        boxes, scores, labels = (
-            torch.from_numpy(outputs[name][index, :count].copy())
-            for name in ("boxes", "scores", "labels")
-        )
-        found.append(Instances(size, pred_boxes=Boxes(boxes), scores=scores, pred_classes=labels))
-    return found
+        instances = Instances(size)
+        instances.pred_boxes = Boxes(torch.from_numpy(outputs["boxes"][index, :count].copy()))
+        instances.scores = torch.from_numpy(outputs["scores"][index, :count].copy())
+        instances.pred_classes = torch.from_numpy(outputs["labels"][index, :count].copy())
+        results.append(instances)
+    return results
 
 
 def _check_images(images: Images) -> Images:
+    """Returns the images as a contiguous array, or raises a ``ValueError``."""
     is_batch = images.ndim == 4 and images.shape[3] == 3 and images.size > 0
     if not is_batch or images.dtype != np.uint8:
         raise ValueError(
@@ -259,9 +268,12 @@ def _check_images(images: Images) -> Images:
 
 
 def _format(outputs: Outputs, info: ExportInfo, images: Images) -> Any:
+    """Converts raw outputs for ``images`` to the results of ``ExportedModel.__call__``."""
     if info.task == "detection":
         return to_instances(outputs, (images.shape[1], images.shape[2]))
-    return outputs["scores"] if info.task == "classification" else outputs
+    if info.task == "classification":
+        return outputs["scores"]
+    return outputs
 
 
 def _open_session(path: Path, device: str | None) -> tuple[Any, ExportInfo, str]:
@@ -270,8 +282,8 @@ def _open_session(path: Path, device: str | None) -> tuple[Any, ExportInfo, str]
         import onnxruntime
     except ImportError as error:
         raise UserError(f"'{path}' needs onnxruntime: pip install onnxruntime") from error
-    wanted = {None: _PROVIDERS, "cpu": _PROVIDERS[1:], "cuda": _PROVIDERS[:1]}[device]
-    providers = [name for name in wanted if name in onnxruntime.get_available_providers()]
+    allowed = _PROVIDERS[device]
+    providers = [name for name in allowed if name in onnxruntime.get_available_providers()]
     if not providers:
         raise UserError("this onnxruntime has no GPU: install onnxruntime-gpu, or use the CPU")
     try:
@@ -287,5 +299,5 @@ def _open_session(path: Path, device: str | None) -> tuple[Any, ExportInfo, str]
 
 def _run_session(session: Any, values: Outputs) -> Outputs:
     names = [output.name for output in session.get_outputs()]
-    inputs = {one.name: values[one.name] for one in session.get_inputs()}
+    inputs = {value.name: values[value.name] for value in session.get_inputs()}
     return dict(zip(names, session.run(names, inputs), strict=True))

@@ -29,7 +29,7 @@ from .images import (
 from .predict import Predictor, Scores, build_detector, build_scorer, find_boxes, is_classifier
 from .results import Detections, Format, Predictions, render_annotations
 
-_TOP_CLASSES = 5
+_NUM_TOP_CLASSES = 5
 
 
 def predict_files(
@@ -80,24 +80,25 @@ def predict_files(
             score = build_exported_scorer(exported)
         else:
             score = build_scorer(build_detector(cfg).model, cfg)
-        found = classify_images(score, files, cfg.MODEL.CLASS_NAMES)
-        write_atomically(json_file, json.dumps(found.results).encode())
-        return found
+        predictions = classify_images(score, files, cfg.MODEL.CLASS_NAMES)
+        write_atomically(json_file, json.dumps(predictions.results).encode())
+        return predictions
     predictor = get_predictor(exported, cfg)
-    found = predict_images(
+    predictions = predict_images(
         predictor, files, cfg, score_threshold=score_threshold, output_dir=output, tile=tile
     )
     if json_file:
-        _write_boxes(found, cfg, json_file, json_format)
-    return found
-
-
-def _write_boxes(found: Predictions, cfg: CfgNode, path: Path, json_format: Format) -> None:
-    names, ids = cfg.MODEL.CLASS_NAMES, cfg.MODEL.CATEGORY_IDS
-    if not ids:
-        print("note: the config lists no MODEL.CATEGORY_IDS, so category ids start from 1")
-    content = render_annotations(found.results, found.images, names, ids, json_format)
-    write_atomically(path, json.dumps(content).encode())
+        if not cfg.MODEL.CATEGORY_IDS:
+            print("note: the config lists no MODEL.CATEGORY_IDS, so category ids start from 1")
+        content = render_annotations(
+            predictions.results,
+            predictions.images,
+            cfg.MODEL.CLASS_NAMES,
+            cfg.MODEL.CATEGORY_IDS,
+            json_format,
+        )
+        write_atomically(json_file, json.dumps(content).encode())
+    return predictions
 
 
 def open_weights(
@@ -113,8 +114,10 @@ def open_weights(
     ``predict_files`` describes the arguments.
     """
     if not weights.lower().endswith(EXPORTED_SUFFIXES):
-        wanted = [*opts, *(["MODEL.DEPLOY.ENABLED", "True"] if fast else [])]
-        return None, load_run_config(weights, config_file, device=device, opts=wanted)
+        overrides = list(opts)
+        if fast:
+            overrides += ["MODEL.DEPLOY.ENABLED", "True"]
+        return None, load_run_config(weights, config_file, device=device, opts=overrides)
     if fast or config_file or opts:
         raise UserError(
             f"'{weights}' is exported with its config: leave out --fast, --config-file and "
@@ -148,56 +151,62 @@ def predict_images(
     Unreadable files are skipped, and an image that cannot be drawn costs only its drawing. The ids
     of images and frames start from 1.
     """
-    found = Predictions()
+    predictions = Predictions()
     pairs = zip(files, name_outputs(files), strict=True)
     for file, name in tqdm(pairs, total=len(files), unit="file", desc="predicting", disable=None):
-        with _skip_unreadable(found, file):
-            output = output_dir and output_dir / name
+        output = None if output_dir is None else output_dir / name
+        with _skip_unreadable(predictions, file):
             frames, fps = _open_file(file)
             with contextlib.ExitStack() as stack:
-                append = stack.enter_context(open_video(output, fps)) if output and fps else None
-                for every in find_boxes(predictor, frames, cfg, tile=tile):
-                    found.best_score = max(found.best_score, *every.scores.tolist(), 0.0)
-                    kept = every.select(score_threshold)
-                    found.add(kept, file.path)
-                    if append:
-                        append(kept.draw())
-                    elif output:
-                        _save_drawing(found, kept, output, file)
-    return found
+                append_frame = None
+                if output is not None and file.is_video:
+                    append_frame = stack.enter_context(open_video(output, fps))
+                for all_detections in find_boxes(predictor, frames, cfg, tile=tile):
+                    scores = all_detections.scores.tolist()
+                    predictions.best_score = max(predictions.best_score, *scores, 0.0)
+                    detections = all_detections.select(score_threshold)
+                    predictions.add(detections, file.path)
+                    if append_frame is not None:
+                        append_frame(detections.draw())
+                    elif output is not None:
+                        _save_drawing(predictions, detections, output, file)
+    return predictions
 
 
-def _save_drawing(found: Predictions, boxes: Detections, output: Path, file: InputFile) -> None:
+def _save_drawing(
+    predictions: Predictions, detections: Detections, output: Path, file: InputFile
+) -> None:
     """Writes the drawn image, or records the reason why it cannot be drawn.
 
     Raises a ``UserError`` if no file can be written at ``output``.
     """
     try:
-        boxes.save(output)
+        detections.save(output)
     except Exception as error:  # of Pillow or OpenCV, for example for very long images
         cause = error.__cause__ if isinstance(error, UserError) else error
         if isinstance(cause, OSError) and cause.errno is not None:  # of the folder or the disk
             raise
         output.unlink(missing_ok=True)
-        found.undrawn.append((str(file.path), one_line(cause or error)))
+        predictions.undrawn.append((str(file.path), one_line(cause or error)))
 
 
 def _open_file(file: InputFile) -> tuple[Iterator[NamedImage], float]:
     """Returns an iterator over the image or the frames, and the frame rate (0 for an image)."""
     if not file.is_video:
         return iter([NamedImage(read_rgb(file.path), None, file.name)]), 0.0
-    frames, fps, count = open_frames(file.path, file.name)
-    return tqdm(frames, total=count, unit="frame", desc=file.name, leave=False, disable=None), fps
+    frames, fps, num_frames = open_frames(file.path, file.name)
+    frames = tqdm(frames, total=num_frames, unit="frame", desc=file.name, leave=False, disable=None)
+    return frames, fps
 
 
 @contextlib.contextmanager
-def _skip_unreadable(found: Predictions, file: InputFile) -> Iterator[None]:
+def _skip_unreadable(predictions: Predictions, file: InputFile) -> Iterator[None]:
     """Counts the file as predicted, or records the reason why it cannot be read."""
     try:
         yield
-        found.num_images += 1
+        predictions.num_images += 1
     except UnreadableImage as error:
-        found.skipped.append((str(file.path), error.reason))
+        predictions.skipped.append((str(file.path), error.reason))
 
 
 def name_outputs(files: Sequence[InputFile]) -> list[Path]:
@@ -206,16 +215,22 @@ def name_outputs(files: Sequence[InputFile]) -> list[Path]:
     JPEG files stay JPEG, other images become PNG, and videos become MP4. If ``a.png`` is taken,
     ``a.bmp`` becomes ``a-2.png``.
     """
-    taken: set[str] = set()
+    used: set[str] = set()  # in lower case, because some file systems ignore case
     outputs = []
     for file in files:
-        suffix = ".jpg" if file.path.suffix.lower() in {".jpg", ".jpeg"} else ".png"
-        wanted = Path(file.name).with_suffix(".mp4" if file.is_video else suffix)
-        path, count = wanted, 1
-        while str(path).lower() in taken:  # some file systems ignore case
+        if file.is_video:
+            suffix = ".mp4"
+        elif file.path.suffix.lower() in {".jpg", ".jpeg"}:
+            suffix = ".jpg"
+        else:
+            suffix = ".png"
+        path = Path(file.name).with_suffix(suffix)
+        stem = path.stem
+        count = 1
+        while str(path).lower() in used:
             count += 1
-            path = wanted.with_name(f"{wanted.stem}-{count}{wanted.suffix}")
-        taken.add(str(path).lower())
+            path = path.with_name(f"{stem}-{count}{suffix}")
+        used.add(str(path).lower())
         outputs.append(path)
     return outputs
 
@@ -228,15 +243,15 @@ def classify_images(
     The results have the five classes with the highest scores. Without ``class_names``, the name of
     a class is its index.
     """
-    found = Predictions()
+    predictions = Predictions()
     for file in tqdm(files, unit="image", desc="classifying", disable=None):
-        with _skip_unreadable(found, file):
+        with _skip_unreadable(predictions, file):
             if file.is_video:
                 raise UnreadableImage(file.path, "a classifier takes images, not videos")
             scores = score(file.path)
-            classes = [
-                {"name": class_names[k] if class_names else str(k), "score": float(scores[k])}
-                for k in np.argsort(-scores, kind="stable")[:_TOP_CLASSES].tolist()
-            ]
-            found.results.append({"file_name": file.name, "classes": classes})
-    return found
+            classes = []
+            for k in np.argsort(-scores, kind="stable")[:_NUM_TOP_CLASSES].tolist():
+                name = class_names[k] if class_names else str(k)
+                classes.append({"name": name, "score": float(scores[k])})
+            predictions.results.append({"file_name": file.name, "classes": classes})
+    return predictions

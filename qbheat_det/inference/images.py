@@ -37,6 +37,7 @@ Picture = str | Path | PIL.Image.Image | Image | Tensor
 """A file, a PIL image, an RGB array (H, W, 3) of uint8, or an RGB tensor (3, H, W) of uint8 or of
 floats in [0, 1]."""
 
+_DEFAULT_FPS = 25.0  # frames per second of a video that does not state them
 VIDEO_SUFFIXES = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm"})
 
 
@@ -88,25 +89,42 @@ def find_inputs(inputs: Sequence[str], exclude: Path | None = None) -> list[Inpu
     Hidden files and those in the folder ``exclude``, such as earlier results, are left out. Raises
     a ``UserError`` if an input does not exist, or if no image or video is found.
     """
-    own, suffixes = exclude and exclude.resolve(), IMAGE_SUFFIXES | VIDEO_SUFFIXES
-    found: dict[Path, InputFile] = {}  # by real path, so that no file is listed twice
+    excluded = None if exclude is None else exclude.resolve()
+    files: dict[Path, InputFile] = {}  # by real path, so that no file is listed twice
     for name in inputs:
         root = Path(name)
         if root.is_file():
-            found.setdefault(root.resolve(), InputFile(root, root.name))
-        elif root.is_dir():
-            for path in sorted(p for p in root.rglob("*") if p.suffix.lower() in suffixes):
-                if any(part.startswith(".") for part in path.relative_to(root).parts):
-                    continue
-                is_broken = not path.exists()  # a broken or circular link
-                real = path if is_broken else path.resolve()
-                if (path.is_file() or is_broken) and not (own and real.is_relative_to(own)):
-                    found.setdefault(real, InputFile(path, path.relative_to(root).as_posix()))
-        else:
+            files.setdefault(root.resolve(), InputFile(root, root.name))
+            continue
+        if not root.is_dir():
             raise UserError(f"input '{name}' does not exist (config overrides must come last)")
-    if not found:
+        for path in _list_media(root):
+            # A broken or circular link is listed, so that it is reported as unreadable.
+            is_broken_link = not path.exists()
+            real_path = path if is_broken_link else path.resolve()
+            if not (path.is_file() or is_broken_link):
+                continue
+            if excluded is not None and real_path.is_relative_to(excluded):
+                continue
+            files.setdefault(real_path, InputFile(path, path.relative_to(root).as_posix()))
+    if not files:
         raise UserError(f"no images or videos in {', '.join(inputs)}")
-    return list(found.values())
+    return list(files.values())
+
+
+def _list_media(root: Path) -> list[Path]:
+    """Lists the paths in a folder and its subfolders with the suffix of an image or a video.
+
+    Hidden files, and files in hidden folders, are left out.
+    """
+    suffixes = IMAGE_SUFFIXES | VIDEO_SUFFIXES
+    paths = []
+    for path in root.rglob("*"):
+        if path.suffix.lower() not in suffixes:
+            continue
+        if not any(part.startswith(".") for part in path.relative_to(root).parts):
+            paths.append(path)
+    return sorted(paths)
 
 
 def open_images(source: Picture | Sequence[Picture]) -> Iterator[NamedImage]:
@@ -118,15 +136,19 @@ def open_images(source: Picture | Sequence[Picture]) -> Iterator[NamedImage]:
     """
     if is_video(source):
         path = Path(str(source))
-        return open_frames(path, str(path))[0]
+        frames, _, _ = open_frames(path, str(path))
+        return frames
     if not is_collection(source):
         return iter([_open(source, "image")])  # type: ignore[arg-type]  # one picture
     if isinstance(source, list | tuple):
         if not source:
             raise UserError("the list of images is empty")
-        return (_open(each, f"image {index}") for index, each in enumerate(source))
-    paths = [str(source)] if Path(str(source)).is_dir() else sorted(glob.glob(str(source)))
-    files = [file for file in find_inputs(paths or [str(source)]) if not file.is_video]
+        return (_open(picture, f"image {index}") for index, picture in enumerate(source))
+    paths = [str(source)]
+    if not Path(str(source)).is_dir():
+        # Without a match, ``find_inputs`` raises an error that names the pattern.
+        paths = sorted(glob.glob(str(source))) or paths
+    files = [file for file in find_inputs(paths) if not file.is_video]
     if not files:
         raise UserError(f"'{source}' has no images; pass videos one by one")
     return _open_readable(files)
@@ -165,12 +187,12 @@ def read_rgb(picture: Picture) -> Image:
             raise UnreadableImage(picture, one_line(error)) from error
         with file:
             return decode_image(file, picture)
-    is_array = isinstance(picture, np.ndarray) and picture.dtype == np.uint8
-    if not (is_array and picture.ndim == 3 and picture.shape[2] == 3 and picture.size):
-        found = f"a value of type {type(picture).__name__}"
-        if isinstance(picture, np.ndarray):
-            found = f"{picture.dtype} of shape {picture.shape}"
-        raise UserError(f"an image is an array (H, W, 3) of uint8, RGB, not {found}")
+    expected = "an image is an array (H, W, 3) of uint8, RGB"
+    if not isinstance(picture, np.ndarray):
+        raise UserError(f"{expected}, not a value of type {type(picture).__name__}")
+    is_rgb = picture.ndim == 3 and picture.shape[2] == 3 and picture.size > 0
+    if not is_rgb or picture.dtype != np.uint8:
+        raise UserError(f"{expected}, not {picture.dtype} of shape {picture.shape}")
     return np.array(picture)
 
 
@@ -181,13 +203,14 @@ def run_by_shape(
 
     Returns one result per item, in the order of the items.
     """
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}  # indices of the items with each key
     for index, item in enumerate(items):
         groups.setdefault(tuple(key(item)), []).append(index)
-    found: dict[int, R] = {}
-    for group in groups.values():
-        found.update(zip(group, run([items[index] for index in group]), strict=True))
-    return [found[index] for index in range(len(items))]
+    results: dict[int, R] = {}  # by index of the item
+    for indices in groups.values():
+        outputs = run([items[index] for index in indices])
+        results.update(zip(indices, outputs, strict=True))
+    return [results[index] for index in range(len(items))]
 
 
 def decode_image(
@@ -242,21 +265,24 @@ def open_frames(path: Path, name: str) -> tuple[Iterator[NamedImage], float, int
     frames (None if unknown).
     """
     capture = cv2.VideoCapture(str(path))
-    found, first = capture.read()
-    if not found:
+    is_decoded, first_frame = capture.read()
+    if not is_decoded:
         raise UnreadableImage(path, "not a video: no frame could be decoded")
 
     def read_frames() -> Iterator[NamedImage]:
-        frame = first
+        frame = first_frame
         for index in itertools.count():
             yield NamedImage(np.ascontiguousarray(frame[:, :, ::-1]), None, name, index)
-            found, frame = capture.read()
-            if not found:
+            is_decoded, frame = capture.read()
+            if not is_decoded:
                 capture.release()
                 return
 
-    fps, count = capture.get(cv2.CAP_PROP_FPS), int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
-    return read_frames(), fps if 0 < fps < 1000 else 25.0, count if count > 0 else None
+    fps = capture.get(cv2.CAP_PROP_FPS)
+    if not 0 < fps < 1000:
+        fps = _DEFAULT_FPS
+    num_frames = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
+    return read_frames(), fps, num_frames if num_frames > 0 else None
 
 
 @contextlib.contextmanager

@@ -29,8 +29,6 @@ from qbheat_det.checkpoint import (
 from qbheat_det.config import get_cfg, with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
-    MAPPERS_OF_CLASSES,
-    MAPPERS_OF_IMAGES,
     build_mapper,
     check_tile,
     list_tiles,
@@ -43,13 +41,14 @@ from qbheat_det.model_zoo.sources import open_trained
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.modeling.backbone.timm_backbone import list_outputs
 from qbheat_det.modeling.contracts import get_backbone, normalise_pixels
+from qbheat_det.tasks import CLASSIFICATION, DETECTION, PRETRAINING, find_task
 
 from .exported import EXPORTED_SUFFIXES
 from .images import Image, NamedImage, UnreadableImage, run_by_shape
 from .results import Detections
 
 Scores = npt.NDArray[np.floating[Any]]
-_BATCH = 8  # tiles per batch
+_TILES_PER_BATCH = 8
 _TIMM = "timm://"
 
 
@@ -72,7 +71,8 @@ class BatchPredictor(DefaultPredictor):
         inputs: list[dict[str, Any]] = []
         for image in images:
             resized = self.aug.get_transform(image).apply_image(image)
-            resized = resized[:, :, ::-1] if self.input_format == "BGR" else resized
+            if self.input_format == "BGR":
+                resized = resized[:, :, ::-1]
             pixels = torch.from_numpy(resized.astype("float32").transpose(2, 0, 1))
             height, width = image.shape[:2]
             inputs.append({"image": pixels, "height": height, "width": width})
@@ -104,7 +104,7 @@ def build_detector(cfg: CfgNode) -> BatchPredictor:
 
     Raises a ``UserError`` if the weights are of a pre-training model, or do not fit the config.
     """
-    if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES and not is_classifier(cfg):
+    if find_task(cfg) is PRETRAINING:
         raise UserError(
             f"'{cfg.MODEL.WEIGHTS}' are weights of pre-training ({cfg.MODEL.META_ARCHITECTURE}), "
             "which predict neither boxes nor classes: train a detector or a classifier on them"
@@ -132,29 +132,40 @@ def find_boxes(
     classes. ``tile`` is the side of tiles in pixels; 0 uses whole images only, and None uses
     ``INPUT.TILE``. Raises ``UnreadableImage`` if an image is too elongated.
     """
-    names, ids = list(cfg.MODEL.CLASS_NAMES), list(cfg.MODEL.CATEGORY_IDS)
-    tile = cfg.INPUT.TILE if tile is None else tile
-    predictor = TiledPredictor(predictor, tile) if tile else predictor
+    class_names = list(cfg.MODEL.CLASS_NAMES)
+    category_ids = list(cfg.MODEL.CATEGORY_IDS)
+    if tile is None:
+        tile = cfg.INPUT.TILE
+    if tile:
+        predictor = TiledPredictor(predictor, tile)
     images = iter(images)
     while batch := list(itertools.islice(images, batch_size)):
-        for each in batch:
-            check_elongation(each, cfg)
-        found = predictor.predict_batch([each.image for each in batch])
-        for each, boxes in zip(batch, found, strict=True):
-            kept = boxes[boxes.scores >= threshold] if threshold else boxes
-            source = each.image if each.file is None else each.file
-            yield Detections(kept, names, ids, source, each.name, each.frame)
+        for named_image in batch:
+            check_elongation(named_image, cfg)
+        results = predictor.predict_batch([named_image.image for named_image in batch])
+        for named_image, instances in zip(batch, results, strict=True):
+            if threshold:
+                instances = instances[instances.scores >= threshold]
+            yield Detections(
+                instances=instances,
+                class_names=class_names,
+                category_ids=category_ids,
+                source=named_image.file or named_image.image,
+                file_name=named_image.name,
+                frame=named_image.frame,
+            )
 
 
 def check_elongation(image: NamedImage, cfg: CfgNode) -> None:
     """Raises ``UnreadableImage`` if resizing would reduce the shorter side to zero pixels."""
-    if reason := find_elongation(image.image.shape[:2], cfg.INPUT.MAX_SIZE_TEST):
+    reason = find_elongation(image.image.shape[:2], cfg.INPUT.MAX_SIZE_TEST)
+    if reason:
         raise UnreadableImage(image.name, reason)
 
 
 def is_classifier(cfg: CfgNode) -> bool:
     """Returns whether the model of a config is an image classifier."""
-    return cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
+    return find_task(cfg) is CLASSIFICATION
 
 
 def build_scorer(model: nn.Module, cfg: CfgNode) -> Callable[[str | Path], Scores]:
@@ -164,8 +175,10 @@ def build_scorer(model: nn.Module, cfg: CfgNode) -> Callable[[str | Path], Score
     @torch.no_grad()
     def score(path: str | Path) -> Scores:
         entry = mapper({"file_name": str(path), "image_id": 0})
+        if entry is None:
+            raise UnreadableImage(path, "not an image")
         if not isinstance(entry, dict):
-            raise UnreadableImage(path, "not an image" if entry is None else entry.reason)
+            raise UnreadableImage(path, entry.reason)
         return model([entry])[0]["scores"].float().cpu().numpy()
 
     return score
@@ -189,15 +202,14 @@ class TiledPredictor:
 
     def _predict(self, image: Image) -> Instances:
         (whole,) = self._predictor.predict_batch([image])
-        found: list[Instances] = []
         rectangles = list_tiles(image.shape[0], image.shape[1], self._tile)
-        for first in range(0, len(rectangles), _BATCH):
-            crops = [
-                np.ascontiguousarray(image[y : y + height, x : x + width])
-                for x, y, width, height in rectangles[first : first + _BATCH]
-            ]
-            found += self._predictor.predict_batch(crops)
-        return merge_tiles(whole, zip(rectangles, found, strict=True))
+        results: list[Instances] = []
+        for start in range(0, len(rectangles), _TILES_PER_BATCH):
+            tiles = []
+            for x, y, width, height in rectangles[start : start + _TILES_PER_BATCH]:
+                tiles.append(np.ascontiguousarray(image[y : y + height, x : x + width]))
+            results += self._predictor.predict_batch(tiles)
+        return merge_tiles(whole, zip(rectangles, results, strict=True))
 
 
 def open_encoder(name: str, device: str | None = None) -> tuple[nn.Module, CfgNode]:
@@ -223,7 +235,7 @@ def open_encoder(name: str, device: str | None = None) -> tuple[nn.Module, CfgNo
 
 def is_encoder(name: str, cfg: CfgNode) -> bool:
     """Returns whether weights are of a backbone, a pre-training model or a classifier."""
-    return holds_backbone_alone(name) or cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES
+    return holds_backbone_alone(name) or find_task(cfg) is not DETECTION
 
 
 def is_timm(name: str) -> bool:
@@ -242,7 +254,8 @@ def _open_timm(address: str, device: str | None) -> tuple[nn.Module, CfgNode]:
     cfg.MODEL.TIMM.OUT_FEATURES = list_outputs(model_name)
     if info is not None:
         cfg.INPUT.FORMAT = info.pixel_format
-        cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD = list(info.pixel_mean), list(info.pixel_std)
+        cfg.MODEL.PIXEL_MEAN = list(info.pixel_mean)
+        cfg.MODEL.PIXEL_STD = list(info.pixel_std)
     model = build_bare_backbone(cfg).to(cfg.MODEL.DEVICE)
     SafeCheckpointer(model).load(address)  # leaves out the classifier
     return model.eval(), cfg
@@ -254,11 +267,11 @@ def encode(model: Any, cfg: CfgNode, images: Sequence[Image]) -> dict[str, Tenso
 
     Returns the backbone's outputs by name: feature maps (N, C, H', W') and tokens (N, M, D).
     """
-    node, is_bgr = cfg.MODEL, cfg.INPUT.FORMAT == "BGR"
     tensors = []
     for image in images:
-        pixels = torch.from_numpy(image).to(node.DEVICE).permute(2, 0, 1)
-        pixels = pixels.flip(0) if is_bgr else pixels
-        tensors.append(normalise_pixels(pixels, node.PIXEL_MEAN, node.PIXEL_STD))
+        pixels = torch.from_numpy(image).to(cfg.MODEL.DEVICE).permute(2, 0, 1)
+        if cfg.INPUT.FORMAT == "BGR":
+            pixels = pixels.flip(0)
+        tensors.append(normalise_pixels(pixels, cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD))
     batch = ImageList.from_tensors(tensors, model.size_divisibility).tensor
     return model(batch)

@@ -65,20 +65,29 @@ class Detections:
 
     def __repr__(self) -> str:
         height, width = self.instances.image_size
+        name = self.file_name
+        if self.frame is not None:
+            name = f"{name}, frame {self.frame}"
         counts = Counter(self.labels).most_common()
-        found = ", ".join(f"{count} {name}" for name, count in counts) or "nothing"
-        frame = "" if self.frame is None else f", frame {self.frame}"
-        return f"Detections({self.file_name}{frame}, {width}x{height}: {found})"
+        contents = ", ".join(f"{count} {label}" for label, count in counts) or "nothing"
+        return f"Detections({name}, {width}x{height}: {contents})"
 
     def __iter__(self) -> Iterator[DetectedBox]:
-        columns = self.scores.tolist(), self.labels, self.instances.pred_classes.tolist()
-        for xyxy, *row in zip(self.boxes.tolist(), *columns, strict=True):
-            yield DetectedBox(tuple(xyxy), *row)
+        for xyxy, score, class_name, class_id in zip(
+            self.boxes.tolist(),
+            self.scores.tolist(),
+            self.labels,
+            self.instances.pred_classes.tolist(),
+            strict=True,
+        ):
+            yield DetectedBox(tuple(xyxy), score, class_name, class_id)
 
     @property
     def image(self) -> Image:
         """The upright RGB image (H, W, 3), uint8. Raises a ``UserError`` if its file is gone."""
-        return read_rgb(self.source) if isinstance(self.source, Path) else self.source
+        if isinstance(self.source, Path):
+            return read_rgb(self.source)
+        return self.source
 
     @property
     def boxes(self) -> Tensor:
@@ -93,8 +102,10 @@ class Detections:
     @property
     def labels(self) -> list[str]:
         """The class name of each box."""
-        names, indices = self.class_names, self.instances.pred_classes.tolist()
-        return [names[index] if names else str(index) for index in indices]
+        indices = self.instances.pred_classes.tolist()
+        if not self.class_names:
+            return [str(index) for index in indices]
+        return [self.class_names[index] for index in indices]
 
     def select(self, threshold: float, classes: Sequence[str] = ()) -> "Detections":
         """Returns the boxes with a score of at least ``threshold``, optionally of some classes."""
@@ -128,11 +139,14 @@ class Detections:
 
         If ``category_ids`` is empty, the category id is the class index + 1.
         """
-        found: list[dict[str, Any]] = instances_to_coco_json(self.instances, image_id)
-        for box in found:
-            index = box["category_id"]
-            box["category_id"] = self.category_ids[index] if self.category_ids else index + 1
-        return found
+        results: list[dict[str, Any]] = instances_to_coco_json(self.instances, image_id)
+        for box in results:
+            class_index = box["category_id"]
+            if self.category_ids:
+                box["category_id"] = self.category_ids[class_index]
+            else:
+                box["category_id"] = class_index + 1
+        return results
 
 
 @dataclass
@@ -160,26 +174,29 @@ class Predictions:
     skipped: list[tuple[str, str]] = field(default_factory=list)
     undrawn: list[tuple[str, str]] = field(default_factory=list)
 
-    def add(self, found: Detections, file: Path | None = None) -> None:
+    def add(self, detections: Detections, file: Path | None = None) -> None:
         """Adds the boxes of the next image or frame, from ``file``. Image ids start from 1."""
-        number, (height, width) = len(self.images) + 1, found.instances.image_size
-        origin: dict[str, Any] = {"file_name": found.file_name}
-        if found.frame is not None:
-            origin["frame"] = found.frame
-        image = {"id": number, **origin, "height": height, "width": width}
-        if isinstance(path := file or found.source, Path):
+        image_id = len(self.images) + 1
+        height, width = detections.instances.image_size
+        origin: dict[str, Any] = {"file_name": detections.file_name}
+        if detections.frame is not None:
+            origin["frame"] = detections.frame
+        image = {"id": image_id, **origin, "height": height, "width": width}
+        path = file or detections.source
+        if isinstance(path, Path):
             image["path"] = os.path.abspath(path)
         self.images.append(image)
-        self.results += [{**box, **origin} for box in found.to_coco(number)]
+        for box in detections.to_coco(image_id):
+            self.results.append({**box, **origin})
 
 
-def save_annotations(found: Iterable[Detections], path: str | Path, format: Format) -> None:
+def save_annotations(detections: Iterable[Detections], path: str | Path, format: Format) -> None:
     """Writes detections to one file for import into a labelling tool.
 
     ``render_annotations`` describes the formats.
 
     Args:
-        found: detections of one detector, such as ``detector.stream("photos/")``.
+        detections: of one detector, for each image, such as ``detector.stream("photos/")``.
         path: the JSON file to write.
         format: "coco", "cvat" or "label-studio".
 
@@ -187,14 +204,17 @@ def save_annotations(found: Iterable[Detections], path: str | Path, format: Form
         UserError: the file cannot be written, or the format does not allow videos.
     """
     check_writable(path)
-    every = Predictions()
-    names: Sequence[str] = ()
-    ids: Sequence[int] = ()
-    for one in found:
-        every.add(one)
-        names, ids = one.class_names, one.category_ids
-    content = json.dumps(render_annotations(every.results, every.images, names, ids, format))
-    write_atomically(path, content.encode())
+    predictions = Predictions()
+    class_names: Sequence[str] = ()
+    category_ids: Sequence[int] = ()
+    for image_detections in detections:
+        predictions.add(image_detections)
+        class_names = image_detections.class_names
+        category_ids = image_detections.category_ids
+    content = render_annotations(
+        predictions.results, predictions.images, class_names, category_ids, format
+    )
+    write_atomically(path, json.dumps(content).encode())
 
 
 def render_annotations(
@@ -224,11 +244,15 @@ def render_annotations(
         raise UserError(f"the format '{format}' is not one of {', '.join(FORMATS)}")
     # Classes without a name in the config are named by their ids.
     names = {box["category_id"]: str(box["category_id"]) for box in results}
-    names |= dict(zip(category_ids or range(1, 1 + len(class_names)), class_names, strict=False))
+    ids = category_ids or range(1, 1 + len(class_names))
+    names |= dict(zip(ids, class_names, strict=False))
     if format == "coco":
         return [{**box, "category_name": names[box["category_id"]]} for box in results]
-    if video := next((image["file_name"] for image in images if "frame" in image), None):
-        raise UserError(f"'{format}' is for images, but '{video}' is a video: use coco")
+    for image in images:
+        if "frame" in image:
+            raise UserError(
+                f"'{format}' is for images, but '{image['file_name']}' is a video: use coco"
+            )
     if format == "cvat":
         return _render_dataset(results, images, names)
     boxes: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in images}
@@ -240,19 +264,26 @@ def render_annotations(
 def _render_dataset(
     results: Sequence[dict[str, Any]], images: Sequence[dict[str, Any]], names: dict[int, str]
 ) -> dict[str, Any]:
-    keys = ("image_id", "category_id", "bbox", "score")
-    annotations = [
-        {
-            "id": number,
-            **{key: box[key] for key in keys},
-            "area": box["bbox"][2] * box["bbox"][3],
-            "iscrowd": 0,
-            "segmentation": [],
-        }
-        for number, box in enumerate(results, start=1)
-    ]
+    """Returns an annotation file of COCO. ``names`` has the name of each category id."""
+    files = []
+    for image in images:
+        files.append({key: value for key, value in image.items() if key != "path"})
+    annotations = []
+    for number, box in enumerate(results, start=1):
+        _, _, width, height = box["bbox"]
+        annotations.append(
+            {
+                "id": number,
+                "image_id": box["image_id"],
+                "category_id": box["category_id"],
+                "bbox": box["bbox"],
+                "score": box["score"],
+                "area": width * height,
+                "iscrowd": 0,
+                "segmentation": [],
+            }
+        )
     categories = [{"id": key, "name": name, "supercategory": ""} for key, name in names.items()]
-    files = [{key: value for key, value in image.items() if key != "path"} for image in images]
     return {"images": files, "annotations": annotations, "categories": categories}
 
 
@@ -260,21 +291,37 @@ def _render_task(
     image: dict[str, Any], boxes: Sequence[dict[str, Any]], names: dict[int, str]
 ) -> dict[str, Any]:
     """Returns a task of Label Studio, with boxes in percent of the image's sides."""
-    height, width = image["height"], image["width"]
-    common: dict[str, Any] = {"type": "rectanglelabels", "from_name": "label", "to_name": "image"}
-    common |= {"original_width": width, "original_height": height, "image_rotation": 0}
+    image_height = image["height"]
+    image_width = image["width"]
     shapes = []
     for number, box in enumerate(boxes):
-        x, y, w, h = (100 * side for side in box["bbox"])
-        value = {"x": x / width, "y": y / height, "width": w / width, "height": h / height}
-        value |= {"rotation": 0, "rectanglelabels": [names[box["category_id"]]]}
-        shape = {"id": f"{image['id']}-{number}", "score": box["score"], "value": value}
-        shapes.append({**common, **shape})
+        x, y, width, height = box["bbox"]
+        shapes.append(
+            {
+                "type": "rectanglelabels",
+                "from_name": "label",
+                "to_name": "image",
+                "original_width": image_width,
+                "original_height": image_height,
+                "image_rotation": 0,
+                "id": f"{image['id']}-{number}",
+                "score": box["score"],
+                "value": {
+                    "x": 100 * x / image_width,
+                    "y": 100 * y / image_height,
+                    "width": 100 * width / image_width,
+                    "height": 100 * height / image_height,
+                    "rotation": 0,
+                    "rectanglelabels": [names[box["category_id"]]],
+                },
+            }
+        )
     path = image.get("path", image["file_name"])
-    path = quote(os.fsencode(path))  # also names that are not UTF-8
-    task: dict[str, Any] = {"data": {"image": _LOCAL_FILES + path}}
+    url = _LOCAL_FILES + quote(os.fsencode(path))  # the path may not be UTF-8
+    task: dict[str, Any] = {"data": {"image": url}}
     if boxes:
-        mean = sum(box["score"] for box in boxes) / len(boxes)
-        prediction = {"model_version": "qbheat_det", "score": mean, "result": shapes}
-        task["predictions"] = [prediction]
+        mean_score = sum(box["score"] for box in boxes) / len(boxes)
+        task["predictions"] = [
+            {"model_version": "qbheat_det", "score": mean_score, "result": shapes}
+        ]
     return task

@@ -14,6 +14,15 @@ from .sheet import (
 from .simulation import simulate
 
 __all__ = [
-    "SUSPECT_FILES", "Selection", "apply_corrections", "check_selection_folder", "draw_image",
-    "inspect_labels", "select", "shortlist", "simulate", "write_selection", "write_suspects",
-]  # fmt: skip
+    "SUSPECT_FILES",
+    "Selection",
+    "apply_corrections",
+    "check_selection_folder",
+    "draw_image",
+    "inspect_labels",
+    "select",
+    "shortlist",
+    "simulate",
+    "write_selection",
+    "write_suspects",
+]

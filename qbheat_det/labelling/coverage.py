@@ -56,20 +56,22 @@ def find_duplicates(
     # Among other images, all images of one kind are far from the mean, so their vectors are alike.
     # Among each other, images with one background have features that are alike.
     raw = normalize(features.float(), dim=1)
-    first, size = torch.arange(len(vectors)), _count_rows(vectors)
+    first = torch.arange(len(vectors))
+    size = count_rows(vectors)
     for start in range(0, len(vectors), size):
         near = vectors[start : start + size] @ vectors[start:].T >= cosine  # each pair once
         near.fill_diagonal_(False)
-        rows, columns = (near.any(dim).nonzero().flatten() for dim in (1, 0))
+        rows = near.any(1).nonzero().flatten()
+        columns = near.any(0).nonzero().flatten()
         near = near[rows][:, columns] & (raw[start + rows] @ raw[start + columns].T >= raw_cosine)
         row, column = near.nonzero(as_tuple=True)
         if len(row):
             pairs = torch.stack([rows[row], columns[column]]) + start
-            first = _join(first[pairs], len(first))[first]
+            first = join_groups(first[pairs], len(first))[first]
     return first
 
 
-def _join(pairs: Tensor, count: int) -> Tensor:
+def join_groups(pairs: Tensor, count: int) -> Tensor:
     """Returns the smallest index in the connected component of each of ``count`` indices.
 
     ``pairs`` (2, P) are the edges.
@@ -80,8 +82,8 @@ def _join(pairs: Tensor, count: int) -> Tensor:
     return smallest[groups]
 
 
-def _count_rows(vectors: Tensor) -> int:
-    """Returns the number of rows of the cosine matrix that fit into a block."""
+def count_rows(vectors: Tensor) -> int:
+    """Returns the number of rows of the cosine matrix that are computed at a time."""
     return max(1, _BLOCK // len(vectors))
 
 
@@ -90,19 +92,10 @@ def cover(
 ) -> list[int]:
     """Selects images with the strategy "random" or "k_center". Only "random" uses ``seed``."""
     if strategy == "random":
-        order, known = np.random.default_rng(seed).permutation(len(vectors)), {*taken}
-        return [index for index in order.tolist() if index not in known][:budget]
+        order = np.random.default_rng(seed).permutation(len(vectors)).tolist()
+        with_labels = set(taken)
+        return [index for index in order if index not in with_labels][:budget]
     return k_center(vectors, budget, taken)
-
-
-def _find_nearest(vectors: Tensor, others: Sequence[int]) -> Tensor:
-    """Returns the cosine (N,) of each vector to the nearest of ``others`` (-inf if empty)."""
-    nearest = torch.full((len(vectors),), -torch.inf)
-    size = _count_rows(vectors)
-    for start in range(0, len(others), size):
-        cosines = vectors[list(others[start : start + size])] @ vectors.T
-        nearest = torch.maximum(nearest, cosines.amax(0))
-    return nearest
 
 
 def k_center(vectors: Tensor, budget: int, taken: Sequence[int] = ()) -> list[int]:
@@ -110,12 +103,19 @@ def k_center(vectors: Tensor, budget: int, taken: Sequence[int] = ()) -> list[in
 
     Without labelled images, the first selected image is the one nearest to the mean.
     """
-    nearest = _find_nearest(vectors, taken)
+    # The cosine (N,) of each vector to the nearest labelled or selected one.
+    nearest = torch.full((len(vectors),), -torch.inf)
+    size = count_rows(vectors)
+    for start in range(0, len(taken), size):
+        cosines = vectors[list(taken[start : start + size])] @ vectors.T
+        nearest = torch.maximum(nearest, cosines.amax(0))
     nearest[list(taken)] = torch.inf
     chosen: list[int] = []
     for _ in range(min(budget, len(vectors) - len(set(taken)))):
-        is_first = not chosen and not taken
-        index = int((vectors @ vectors.mean(0)).argmax() if is_first else nearest.argmin())
+        if chosen or taken:
+            index = int(nearest.argmin())
+        else:
+            index = int((vectors @ vectors.mean(0)).argmax())
         chosen.append(index)
         nearest = torch.maximum(nearest, vectors @ vectors[index])
         nearest[index] = torch.inf
@@ -137,15 +137,16 @@ def choose_balanced(
         budget: number of images to select.
         taken: indices of the images with labels.
     """
-    totals, free = counts[list(taken)].sum(0), counts.clone()
-    free[list(taken)] = 0
+    totals = counts[list(taken)].sum(0)
+    new_counts = counts.clone()  # 0 for the labelled and selected images
+    new_counts[list(taken)] = 0
     chosen: list[int] = []
     while len(chosen) < budget:
-        gains = ((totals + free).log1p() - totals.log1p()).sum(1)
+        gains = ((totals + new_counts).log1p() - totals.log1p()).sum(1)
         index = int(gains.argmax())
         if gains[index] <= 0:
             break
         chosen.append(index)
         totals = totals + counts[index]
-        free[index] = 0
+        new_counts[index] = 0
     return chosen + k_center(vectors, budget - len(chosen), [*taken, *chosen])

@@ -3,7 +3,7 @@
 
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -14,17 +14,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from qbheat_det.checkpoint import find_weights, local_weights
+from qbheat_det.api import load_encoder
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import get_cache_dir, hash_file
 from qbheat_det.data import DataError, PretrainingMapper
 from qbheat_det.data.images import check_depth
-from qbheat_det.inference.predict import encode, open_encoder
-from qbheat_det.probing import find_feature
 
 Vector = npt.NDArray[np.float16]
-_BATCH = 16
-_ROWS = 500  # rows per database query
+_BATCH_SIZE = 16
+_KEYS_PER_QUERY = 500
 
 
 class Embeddings(NamedTuple):
@@ -47,9 +45,8 @@ def embed_images(
     Raises:
         UserError: the weights are not of an encoder, or no image can be read.
     """
-    name = find_weights(encoder)
-    model, cfg = open_encoder(name, device)
-    feature, size = find_feature(model), cfg.INPUT.PRETRAIN.SIZE
+    model = load_encoder(encoder, device=device)
+    size = model.cfg.INPUT.PRETRAIN.SIZE
     mapper = PretrainingMapper(size=size, is_train=False)
     unreadable: dict[str, str] = {}
 
@@ -67,54 +64,57 @@ def embed_images(
                 unreadable[path] = str(error)
         if not images:
             return {}
-        vectors = encode(model, cfg, [*images.values()])[feature].mean(dim=(2, 3)).half().cpu()
+        feature_map = model(list(images.values()))[model.coarsest_map]  # (N, C, H, W)
+        vectors = feature_map.mean(dim=(2, 3)).half().cpu()
         return dict(zip(images, vectors.numpy(), strict=True))
 
-    file = local_weights(name)
-    identity = hash_file(file)[:16] if Path(file).is_file() else name.replace("/", "_")
-    cache = get_cache_dir() / "embeddings" / f"{identity}_{feature}_{size}.sqlite"
+    weights = model.weights.replace("/", "_")
+    if model.weights_file.is_file():
+        weights = hash_file(model.weights_file)[:16]
+    cache = get_cache_dir() / "embeddings" / f"{weights}_{model.coarsest_map}_{size}.sqlite"
     try:
-        found = _compute_missing(cache, files, compute)
+        vectors = compute_missing(cache, files, compute)
     except (OSError, sqlite3.Error) as error:
         raise UserError(
             f"the cache '{cache}' cannot be used ({error}): remove it, or set $QBHEAT_CACHE"
         ) from error
-    kept = [path for path in files if path in found]
-    if not kept:
+    readable = [path for path in files if path in vectors]
+    if not readable:
         path, reason = next(iter(unreadable.items()))
         raise UserError(f"none of the {len(files):,} images can be read ('{path}': {reason})")
-    vectors = torch.from_numpy(np.stack([found[path] for path in kept]))
-    return Embeddings(kept, vectors.float(), unreadable)
+    stacked = torch.from_numpy(np.stack([vectors[path] for path in readable]))
+    return Embeddings(readable, stacked.float(), unreadable)
 
 
-def _compute_missing(
+def compute_missing(
     cache: Path, files: Sequence[str], compute: Callable[[Sequence[str]], dict[str, Vector]]
 ) -> dict[str, Vector]:
     """Returns the vectors of files by path. Missing vectors are computed and added to the cache."""
-    keys = {path: _make_key(path) for path in files}
-    known: dict[str, Vector] = {}
+    keys = {path: make_key(path) for path in files}
+    cached: dict[str, Vector] = {}  # by key
     cache.parent.mkdir(parents=True, exist_ok=True)
     with closing(sqlite3.connect(cache, timeout=60)) as database:  # several processes may use it
         database.execute("CREATE TABLE IF NOT EXISTS vectors (key TEXT PRIMARY KEY, value)")
-        for part in _cut(keys.values(), _ROWS):
+        for part in split_list(list(keys.values()), _KEYS_PER_QUERY):
             marks = ",".join("?" * len(part))
             query = f"SELECT key, value FROM vectors WHERE key IN ({marks})"
             for key, value in database.execute(query, part):
-                known[key] = np.frombuffer(value, dtype=np.float16)
-        found = {path: known[key] for path, key in keys.items() if key in known}
-        missing = [path for path in keys if path not in found]
+                cached[key] = np.frombuffer(value, dtype=np.float16)
+        vectors = {path: cached[key] for path, key in keys.items() if key in cached}
+        missing = [path for path in keys if path not in vectors]
         with tqdm(total=len(missing), unit="image", desc="embedding", disable=None) as bar:
-            for part in _cut(missing, _BATCH):
+            for part in split_list(missing, _BATCH_SIZE):
                 computed = compute(part)
                 rows = [(keys[path], vector.tobytes()) for path, vector in computed.items()]
                 with database:  # one transaction
                     database.executemany("INSERT OR REPLACE INTO vectors VALUES (?, ?)", rows)
-                found.update(computed)
+                vectors.update(computed)
                 bar.update(len(part))
-    return found
+    return vectors
 
 
-def _make_key(path: str) -> str:
+def make_key(path: str) -> str:
+    """Returns the cache key of a file, which changes with its size and modification time."""
     try:
         state = os.stat(path)
         suffix = f"{state.st_size}|{state.st_mtime_ns}"
@@ -124,6 +124,6 @@ def _make_key(path: str) -> str:
     return os.fsencode(f"{os.path.abspath(path)}|{suffix}").decode(errors="backslashreplace")
 
 
-def _cut(items: Iterable[str], size: int) -> list[list[str]]:
-    listed = list(items)
-    return [listed[start : start + size] for start in range(0, len(listed), size)]
+def split_list(items: list[str], size: int) -> list[list[str]]:
+    """Splits a list into parts of ``size`` items; the last part may be shorter."""
+    return [items[start : start + size] for start in range(0, len(items), size)]

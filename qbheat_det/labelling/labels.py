@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record, write_atomically
-from qbheat_det.data import Annotations, forget_annotations, open_source, read_annotations
+from qbheat_det.data import Annotations, open_source
 from qbheat_det.data.datasets.annotations import is_inside
 
 Kind = Literal["missing", "location", "class"]
@@ -91,9 +91,9 @@ def stack_boxes(entries: Sequence[dict[str, Any]]) -> ImageBoxes:
     boxes = torch.tensor([entry["bbox"] for entry in entries], dtype=torch.float64).reshape(-1, 4)
     boxes[:, 2:] += boxes[:, :2]
     return ImageBoxes(
-        boxes,
-        torch.tensor([entry["category_id"] for entry in entries], dtype=torch.long),
-        torch.tensor([entry.get("score", 1.0) for entry in entries], dtype=torch.float64),
+        boxes=boxes,
+        classes=torch.tensor([entry["category_id"] for entry in entries], dtype=torch.long),
+        scores=torch.tensor([entry.get("score", 1.0) for entry in entries], dtype=torch.float64),
     )
 
 
@@ -108,8 +108,7 @@ def open_labels(data: str, images: str = "", max_left_out: float | None = None) 
     opened = open_source(data, images)
     if not opened.has_boxes:
         raise UserError(f"'{data}' has no images with boxes")
-    forget_annotations()
-    file = read_annotations(opened.train)
+    file = opened.annotations[opened.train.part]
     file.check()
     file.account.check(max_left_out)
     if len(file.images) < _MIN_IMAGES:
@@ -150,68 +149,88 @@ def apply_corrections(
     content = copy.deepcopy(labels.file.keep())
     entries = {entry["id"]: entry for entry in content["annotations"]}
     images_by_id = {image["id"]: image for image in content["images"]}
-    counts = dict.fromkeys(("missing", "location", "class"), 0)
-    done = set()
+    counts = {"missing": 0, "location": 0, "class": 0}
+    applied = set()
     corrected: dict[int, int] = {}  # number of the entry that corrects an annotation
-    for number, one in enumerate(_read_corrections(corrections, labels.digest)):
-        place = f"'{corrections}': suspects[{number}], image {one.image_id}"
-        image, entry = images_by_id.get(one.image_id), entries.get(one.annotation_id)
-        if one.category_id not in labels.file.category_ids:
-            raise UserError(f"{place}: there is no class {one.category_id}")
-        _check_correction(place, one, image, entry)
-        change = one.kind, one.image_id, one.annotation_id, one.category_id, one.bbox
-        if change in done:
+    for number, suspect in enumerate(read_corrections(corrections, labels.digest)):
+        place = f"'{corrections}': suspects[{number}], image {suspect.image_id}"
+        if suspect.category_id not in labels.file.category_ids:
+            raise UserError(f"{place}: there is no class {suspect.category_id}")
+        image = images_by_id.get(suspect.image_id)
+        annotation = entries.get(suspect.annotation_id)
+        check_correction(place, suspect, image, annotation)
+        change = (
+            suspect.kind,
+            suspect.image_id,
+            suspect.annotation_id,
+            suspect.category_id,
+            suspect.bbox,
+        )
+        if change in applied:
             continue
-        done.add(change)
-        if one.annotation_id is not None:
-            first = corrected.setdefault(one.annotation_id, number)
+        applied.add(change)
+        if suspect.annotation_id is not None:
+            first = corrected.setdefault(suspect.annotation_id, number)
             if first != number:
                 raise UserError(
-                    f"{place}: suspects[{first}] corrects annotation {one.annotation_id} in "
+                    f"{place}: suspects[{first}] corrects annotation {suspect.annotation_id} in "
                     "another way: remove one of the two"
                 )
-        counts[one.kind] += 1
-        moved = {"bbox": list(one.bbox), "area": one.bbox[2] * one.bbox[3]}
-        if one.annotation_id is None:
-            entry = {"id": max(entries, default=0) + 1, "image_id": one.image_id, "iscrowd": 0}
-            entries[entry["id"]] = entry | moved | {"category_id": one.category_id}
-        elif one.kind == "class":
-            entries[one.annotation_id]["category_id"] = one.category_id
+        counts[suspect.kind] += 1
+        box = {"bbox": list(suspect.bbox), "area": suspect.bbox[2] * suspect.bbox[3]}
+        if annotation is None:
+            new_id = max(entries, default=0) + 1
+            entries[new_id] = {
+                "id": new_id,
+                "image_id": suspect.image_id,
+                "iscrowd": 0,
+                **box,
+                "category_id": suspect.category_id,
+            }
+        elif suspect.kind == "class":
+            annotation["category_id"] = suspect.category_id
         else:
-            entries[one.annotation_id].pop("segmentation", None)
-            entries[one.annotation_id].update(moved)
+            annotation.pop("segmentation", None)
+            annotation.update(box)
     content["annotations"] = list(entries.values())
     write_atomically(output, json.dumps(content).encode())
     folder = os.path.abspath(labels.file.image_root)
     command = shlex.join(["qbheat", "train", "--data", str(output), "--images", folder])
-    added = f"{counts['missing']:,} {'box' if counts['missing'] == 1 else 'boxes'} added"
-    others = f"{counts['location']:,} moved, {counts['class']:,} given another class"
-    return f"{added}, {others}. Train on the corrected labels:\n{command}"
+    boxes = "box" if counts["missing"] == 1 else "boxes"
+    return (
+        f"{counts['missing']:,} {boxes} added, {counts['location']:,} moved, "
+        f"{counts['class']:,} given another class. Train on the corrected labels:\n{command}"
+    )
 
 
-def _check_correction(
-    place: str, one: LabelSuspect, image: dict[str, Any] | None, entry: dict[str, Any] | None
+def check_correction(
+    place: str,
+    suspect: LabelSuspect,
+    image: dict[str, Any] | None,
+    annotation: dict[str, Any] | None,
 ) -> None:
     """Raises a ``UserError`` if a correction does not fit its image and its annotation."""
     if image is None:
         raise UserError(f"{place}: there is no such image")
-    if (one.kind == "missing") != (one.annotation_id is None) or min(one.bbox[2:]) <= 0:
-        raise UserError(f"{place}: the kind '{one.kind}' does not fit the annotation or box")
-    if one.kind != "missing" and (entry is None or entry["image_id"] != one.image_id):
-        raise UserError(f"{place}: the image has no annotation {one.annotation_id}")
-    if one.kind != "class" and not is_inside(one.bbox, image):
+    is_missing = suspect.kind == "missing"
+    if is_missing != (suspect.annotation_id is None) or min(suspect.bbox[2:]) <= 0:
+        raise UserError(f"{place}: the kind '{suspect.kind}' does not fit the annotation or box")
+    if not is_missing and (annotation is None or annotation["image_id"] != suspect.image_id):
+        raise UserError(f"{place}: the image has no annotation {suspect.annotation_id}")
+    if suspect.kind != "class" and not is_inside(suspect.bbox, image):
         size = f"{image['width']} x {image['height']}"
-        raise UserError(f"{place}: bbox {one.bbox} is not inside the image of {size} pixels")
+        raise UserError(f"{place}: bbox {suspect.bbox} is not inside the image of {size} pixels")
 
 
-def _read_corrections(path: str | Path, digest: str) -> list[LabelSuspect]:
+def read_corrections(path: str | Path, digest: str) -> list[LabelSuspect]:
     """Reads corrections. Raises a ``UserError`` if ``digest`` does not match."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-        found, entries = content["data"], list(content["suspects"])
+        file_digest = content["data"]
+        entries = list(content["suspects"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"'{path}' is not a file of corrections: {error}") from error
-    if found != digest:
+    if file_digest != digest:
         raise UserError(f"'{path}' belongs to other labels, or they have changed: inspect again")
     return [
         parse_record(LabelSuspect, entry, f"'{path}': suspects[{i}]")

@@ -12,42 +12,32 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
-from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
 from torch import Tensor
+from tqdm import tqdm
 
+from qbheat_det.api import Detector, UnreadableImage, find_inputs, load_detector
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     Account,
     DataSource,
-    forget_annotations,
     join_accounts,
     open_source,
-    read_annotations,
 )
 from qbheat_det.data.datasets.sources import forget_source, register_source
-from qbheat_det.inference.files import get_predictor, open_weights, predict_images
-from qbheat_det.inference.images import InputFile, find_inputs
-from qbheat_det.inference.predict import Predictor, is_classifier
 
 from .coverage import COVERING, choose_balanced, cover, find_duplicates, unit_vectors
 from .embedding import embed_images
 
 Strategy = Literal["random", "k_center", "balanced"]
-Boxes = dict[str, list[dict[str, Any]]]
+BoxesByPath = dict[str, list[dict[str, Any]]]
+"""Boxes in COCO's results format, by the path of their image."""
 BALANCED: Strategy = "balanced"  # needs a detector
 _SET = "images_with_labels"
-_LEAST_SCORE = 0.05
-
-
-class Detector(NamedTuple):
-    """A trained detector and its config."""
-
-    predictor: Predictor
-    cfg: CfgNode
+_MIN_SCORE = 0.05
 
 
 @dataclass(frozen=True)
@@ -82,7 +72,7 @@ class Selection:
     Attributes:
         files: paths of the selected images, in the order of selection.
         pool: the images from which they were selected.
-        boxes: maps paths to the detector's boxes in COCO's format; empty without a detector.
+        boxes: the detector's boxes by path; empty without a detector.
         class_names: maps category ids to the detector's class names.
         skipped: paths that ``skip`` removed.
         strategy: the strategy that selected them.
@@ -90,7 +80,7 @@ class Selection:
 
     files: list[str]
     pool: Pool
-    boxes: Boxes = field(default_factory=dict)
+    boxes: BoxesByPath = field(default_factory=dict)
     class_names: dict[int, str] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
     strategy: Strategy = "random"
@@ -102,10 +92,14 @@ class Selection:
         The next image was neither selected nor skipped before. If none is left, none is added.
         """
         assert self._chooser
-        new = self._chooser.choose(1, {*self.files, *self.skipped})
-        files = [*(file for file in self.files if file != path), *new]
-        boxes = {**self.boxes, **self._chooser.predict(new)}
-        return replace(self, files=files, boxes=boxes, skipped=(*self.skipped, path))
+        new_files = self._chooser.choose(1, {*self.files, *self.skipped})
+        kept_files = [file for file in self.files if file != path]
+        return replace(
+            self,
+            files=kept_files + new_files,
+            boxes=self.boxes | self._chooser.predict(new_files),
+            skipped=(*self.skipped, path),
+        )
 
 
 class _Chooser:
@@ -113,29 +107,33 @@ class _Chooser:
 
     def __init__(self, pool: Pool, strategy: Strategy, seed: int, detector: Detector | None):
         rows = [*range(pool.num_labelled), *pool.free]
-        self._files, self._vectors = [pool.files[i] for i in rows], pool.vectors[rows]
-        self._num_labelled, self._strategy, self._seed = pool.num_labelled, strategy, seed
+        self._files = [pool.files[i] for i in rows]
+        self._vectors = pool.vectors[rows]
+        self._num_labelled = pool.num_labelled
+        self._strategy = strategy
+        self._seed = seed
         self._detector = detector
-        self._boxes: Boxes | None = None
+        self._boxes: BoxesByPath | None = None  # of all files, for "balanced"
         if detector and strategy == BALANCED:
             self._boxes = predict_boxes(self._files, detector)
 
-    def predict(self, files: Sequence[str]) -> Boxes:
+    def predict(self, files: Sequence[str]) -> BoxesByPath:
         """Returns the detector's boxes of ``files`` by path; empty without a detector."""
         if self._boxes is not None:
             return {path: self._boxes[path] for path in files if path in self._boxes}
-        return predict_boxes(files, self._detector) if self._detector else {}
+        if self._detector:
+            return predict_boxes(files, self._detector)
+        return {}
 
     def choose(self, budget: int, seen: Collection[str] = ()) -> list[str]:
         """Returns up to ``budget`` paths to label. Paths in ``seen`` count as labelled."""
-        known = range(self._num_labelled)
-        taken = [*known, *(i for i, path in enumerate(self._files) if path in seen)]
-        vectors = self._vectors
+        taken = list(range(self._num_labelled))
+        taken += [i for i, path in enumerate(self._files) if path in seen]
         if self._boxes is not None:
             counts = count_objects(self._files, self._boxes)
-            chosen = choose_balanced(vectors, counts, budget, taken)
+            chosen = choose_balanced(self._vectors, counts, budget, taken)
         else:
-            chosen = cover(self._strategy, vectors, budget, taken, seed=self._seed)
+            chosen = cover(self._strategy, self._vectors, budget, taken, seed=self._seed)
         return [self._files[i] for i in chosen]
 
 
@@ -174,40 +172,45 @@ def select(
         UserError: the budget is below 1 or larger than the pool, the seed is negative, ``weights``
             are not those of a detector, or the strategy is unknown or needs ``weights``.
     """
-    strategy = strategy or (BALANCED if weights else "random")
-    if strategy not in (*COVERING, BALANCED):
-        known = ", ".join([*COVERING, BALANCED])
-        raise UserError(f"there is no strategy '{strategy}': use one of {known}")
+    if strategy is None:
+        strategy = BALANCED if weights else "random"
+    strategies = (*COVERING, BALANCED)
+    if strategy not in strategies:
+        raise UserError(f"there is no strategy '{strategy}': use one of {', '.join(strategies)}")
     if strategy == BALANCED and not weights:
         raise UserError(f"the strategy '{strategy}' needs a detector: add --weights RUN")
-    check_whole("budget", budget, least=1)
+    check_whole("budget", budget, minimum=1)
     check_whole("seed", seed)
-    detector = open_detector(weights, device) if weights else None
-    names = [*map(str, [images] if isinstance(images, str | Path) else images)]
-    given = [str(source) for source in (data, val) if source]
-    found = [list_labelled(source, names, max_left_out) for source in given]
-    labelled = list(dict.fromkeys(itertools.chain(*(files for files, _ in found))))
-    pool = _open_pool(names, labelled, encoder, budget, device)
-    pool = replace(pool, account=join_accounts(account for _, account in found))
+    detector: Detector | None = None
+    if weights:
+        detector = load_detector(weights, device=device)
+    if isinstance(images, str | Path):
+        images = [images]
+    names = [str(name) for name in images]
+    sources = [str(source) for source in (data, val) if source]
+    listed = [list_labelled(source, names, max_left_out) for source in sources]
+    labelled = list(dict.fromkeys(itertools.chain(*(files for files, _ in listed))))
+    pool = open_pool(names, labelled, encoder, budget, device)
+    pool = replace(pool, account=join_accounts(account for _, account in listed))
     chooser = _Chooser(pool, strategy, seed, detector)
     files = chooser.choose(budget)
     classes: dict[int, str] = {}
     if detector:
-        model = detector.cfg.MODEL
-        ids = model.CATEGORY_IDS or range(1, len(model.CLASS_NAMES) + 1)
-        classes = dict(zip(ids, model.CLASS_NAMES, strict=False))
+        names = detector.class_names
+        ids = detector.cfg.MODEL.CATEGORY_IDS or range(1, len(names) + 1)
+        classes = dict(zip(ids, names, strict=False))
     return Selection(
         files, pool, chooser.predict(files), classes, strategy=strategy, _chooser=chooser
     )
 
 
-def check_whole(name: str, value: object, least: int = 0) -> None:
-    """Raises a ``UserError`` if an argument is not a whole number of at least ``least``."""
-    if not isinstance(value, Integral) or value < least:
-        raise UserError(f"--{name} is {value}, but must be a whole number of at least {least}")
+def check_whole(name: str, value: object, minimum: int = 0) -> None:
+    """Raises a ``UserError`` if an argument is not a whole number of at least ``minimum``."""
+    if not isinstance(value, Integral) or value < minimum:
+        raise UserError(f"--{name} is {value}, but must be a whole number of at least {minimum}")
 
 
-def _open_pool(
+def open_pool(
     images: Sequence[str],
     labelled: Sequence[str],
     encoder: str,
@@ -215,21 +218,23 @@ def _open_pool(
     device: str | None,
 ) -> Pool:
     """Computes the features of all images, and finds near-duplicates."""
-    found = [one for one in find_inputs(images) if not one.is_video]
-    real = {os.path.realpath(path) for path in labelled}
+    images_found = [file for file in find_inputs(images) if not file.is_video]
+    labelled_paths = {os.path.realpath(path) for path in labelled}
     unlabelled = {
-        str(one.path): one.name for one in found if os.path.realpath(one.path) not in real
+        str(file.path): file.name
+        for file in images_found
+        if os.path.realpath(file.path) not in labelled_paths
     }
     if budget > len(unlabelled):
         raise UserError(
-            f"--budget is {budget}, but there are {len(found):,} images, of which "
+            f"--budget is {budget}, but there are {len(images_found):,} images, of which "
             f"{len(unlabelled):,} have no labels"
         )
     files, features, unreadable = embed_images([*labelled, *unlabelled], encoder, device=device)
     vectors = unit_vectors(features)
     first = find_duplicates(vectors, features).tolist()
-    count = sum(path not in unreadable for path in labelled)
-    others = range(count, len(files))
+    num_labelled = sum(path not in unreadable for path in labelled)
+    others = range(num_labelled, len(files))
     free = [i for i in others if first[i] == i]
     repeated = {files[i]: files[first[i]] for i in others if first[i] != i}
     if budget > len(free):
@@ -237,7 +242,7 @@ def _open_pool(
             f"--budget is {budget}, but only {len(free):,} images are left: {len(unreadable):,} "
             f"cannot be read, {len(repeated):,} repeat others"
         )
-    return Pool(files, unlabelled, vectors, count, free, repeated, unreadable)
+    return Pool(files, unlabelled, vectors, num_labelled, free, repeated, unreadable)
 
 
 def list_labelled(
@@ -248,66 +253,53 @@ def list_labelled(
     The images of a label file are searched next to it, and then in each of the ``folders``.
     """
     roots = [folder for folder in folders if os.path.isdir(folder) and os.path.isfile(data)]
-    forget_annotations()
     errors: list[UserError] = []
-    found: list[tuple[int, DataSource, Account]] = []
+    candidates: list[tuple[int, DataSource, Account]] = []
     for root in ["", *roots]:
         try:
             source = open_source(data, root)
-            account = read_annotations(source.train).account if source.has_boxes else Account()
+            account = source.account or Account()
         except UserError as error:
             errors.append(error)
             continue
-        missing = sum(one.item == "missing image" for one in account.left_out)
-        found.append((missing, source, account))
-        if not missing:
+        num_missing = sum(entry.item == "missing image" for entry in account.left_out)
+        candidates.append((num_missing, source, account))
+        if not num_missing:
             break
-    if not found:
+    if not candidates:
         raise errors[0]
-    _, source, account = min(found, key=lambda one: one[0])
+    _, source, account = min(candidates, key=lambda candidate: candidate[0])
     account.check(max_left_out)
-    return _list_images(source), account
-
-
-def _list_images(source: DataSource) -> list[str]:
     files: list[str] = []
     for part in filter(None, (source.train, source.val)):
         try:
-            register_source(_SET, part.without_labels())
+            annotations = source.annotations.get(part.part)
+            register_source(_SET, part.without_labels(), annotations=annotations)
             files += [str(record["file_name"]) for record in DatasetCatalog.get(_SET)]
         finally:
             forget_source(_SET)
-    return files
+    return files, account
 
 
-def open_detector(weights: str | Path, device: str | None = None) -> Detector:
-    """Opens a trained detector. Raises a ``UserError`` if the weights are not of a detector."""
-    exported, cfg = open_weights(str(weights), device=device)
-    if is_classifier(cfg):
-        raise UserError(f"'{weights}' is a classifier: --weights needs a detector")
-    return Detector(get_predictor(exported, cfg), cfg)
-
-
-def predict_boxes(files: Sequence[str], detector: Detector) -> Boxes:
-    """Maps the path of each image with detections to its boxes in COCO's results format."""
-    found = predict_images(
-        detector.predictor,
-        [InputFile(Path(path), path) for path in files],
-        detector.cfg,
-        score_threshold=_LEAST_SCORE,
-    )
-    boxes: Boxes = {}
-    for box in found.results:
-        boxes.setdefault(box["file_name"], []).append(box)
+def predict_boxes(files: Sequence[str], detector: Detector) -> BoxesByPath:
+    """Returns the detector's boxes of each image that has any. Unreadable images are left out."""
+    boxes: BoxesByPath = {}
+    for path in tqdm(files, unit="file", desc="predicting", disable=None):
+        try:
+            detections = detector.predict(path, threshold=_MIN_SCORE)
+        except UnreadableImage:
+            continue
+        if len(detections):
+            boxes[path] = detections.to_coco()
     return boxes
 
 
-def count_objects(files: Sequence[str], boxes: Boxes) -> Tensor:
+def count_objects(files: Sequence[str], boxes: BoxesByPath) -> Tensor:
     """Estimates the number of objects (N, K) of each image and each of the K classes in ``boxes``.
 
     The estimate is the sum of the squared scores of the boxes, because many have low scores.
     """
-    ids = sorted({box["category_id"] for own in boxes.values() for box in own})
+    ids = sorted({box["category_id"] for box in itertools.chain(*boxes.values())})
     counts = torch.zeros(len(files), len(ids), dtype=torch.float64)
     for row, path in zip(counts, files, strict=True):
         for box in boxes.get(path, ()):

@@ -18,20 +18,21 @@ import PIL.ImageDraw
 from jinja2 import Environment, PackageLoader, Template
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
+from qbheat_det.api import Format, get_class_color, render_annotations
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.data import IMAGE_FORMATS
 from qbheat_det.data.images import turn_upright
-from qbheat_det.inference.drawing import get_class_color
-from qbheat_det.inference.results import Format, render_annotations
 
 from .labels import Labels, LabelSuspect
 from .selection import Selection
 
-Drawn = list[tuple[Sequence[float], tuple[int, int, int]]]
-_SIDE = 320  # side of a thumbnail in pixels
-_LEAST_SCORE = 0.3  # lowest score of boxes in tasks and on the contact sheet
-_BLUE, _ORANGE = (64, 156, 255), (255, 150, 30)
+ColoredBoxes = list[tuple[Sequence[float], tuple[int, int, int]]]
+"""Boxes, XYWH in pixels, with their RGB colors."""
+_THUMBNAIL_SIDE = 320  # pixels
+_MIN_SCORE = 0.3  # of boxes in tasks and on the contact sheet
+_BLUE = (64, 156, 255)
+_ORANGE = (255, 150, 30)
 SUSPECT_FILES = ("suspects.json", "suspects.html")
 """The files that ``write_suspects`` writes."""
 _FORMATS: dict[Format, str] = {"label-studio": "label_studio.json", "cvat": "cvat.json"}
@@ -39,9 +40,9 @@ _FORMATS: dict[Format, str] = {"label-studio": "label_studio.json", "cvat": "cva
 
 def check_selection_folder(folder: Path, *sources: str | None) -> None:
     """Raises a ``UserError`` if a folder has files of a selection, or one of the data sources."""
-    names = ["selected.txt", "index.html", *_FORMATS.values()]
-    if found := next((name for name in names if (folder / name).exists()), None):
-        raise UserError(f"'{folder}' already has '{found}': choose another --output")
+    for name in ("selected.txt", "index.html", *_FORMATS.values()):
+        if (folder / name).exists():
+            raise UserError(f"'{folder}' already has '{name}': choose another --output")
     for source in filter(None, sources):
         if Path(source).resolve().is_relative_to(folder.resolve()):
             raise UserError(f"'{source}' is inside '{folder}': choose another --output")
@@ -54,24 +55,38 @@ def write_selection(selection: Selection, folder: Path) -> list[Path]:
     Returns the paths of the files. Raises a ``UserError`` if the folder cannot be written.
     """
     check_writable(folder / "selected.txt")
-    images, results, rows = [], [], []
-    names, pool = selection.class_names, selection.pool
+    names = selection.class_names
+    pool = selection.pool
+    images = []
+    results = []
+    rows = []
     for number, path in enumerate(selection.files, start=1):
-        found, image = selection.boxes.get(path, []), _open_upright(path)
-        images.append({"id": number, "file_name": pool.names[path], "path": os.path.abspath(path),
-                       "height": image.height, "width": image.width})  # fmt: skip
-        shown = [box for box in found if box["score"] >= _LEAST_SCORE]
-        results += [{**box, "image_id": number} for box in shown]
-        counts = Counter(names.get(box["category_id"], box["category_id"]) for box in shown)
-        text = ", ".join(f"{count} {name}" for name, count in counts.items())
-        thumbnail = _encode(_draw(image, _with_colors(shown)))
-        rows.append({"name": os.path.basename(path), "path": path, "boxes": text,
-                     "image": thumbnail})  # fmt: skip
+        image = open_upright(path)
+        boxes = list_boxes(selection, path)
+        images.append(
+            {
+                "id": number,
+                "file_name": pool.names[path],
+                "path": os.path.abspath(path),
+                "height": image.height,
+                "width": image.width,
+            }
+        )
+        results += [{**box, "image_id": number} for box in boxes]
+        counts = Counter(names.get(box["category_id"], box["category_id"]) for box in boxes)
+        rows.append(
+            {
+                "name": os.path.basename(path),
+                "path": path,
+                "boxes": ", ".join(f"{count} {name}" for name, count in counts.items()),
+                "image": encode_jpeg(draw_boxes(image, color_by_class(boxes))),
+            }
+        )
     files = {"selected.txt": "".join(f"{path}\n" for path in selection.files)}
-    for form, name in _FORMATS.items():
-        tasks = render_annotations(results, images, [*names.values()], [*names], form)
+    for tool, name in _FORMATS.items():
+        tasks = render_annotations(results, images, list(names.values()), list(names), tool)
         files[name] = json.dumps(tasks, indent=1)
-    files["index.html"] = _load_template("sheet.html.j2").render(
+    files["index.html"] = load_template("sheet.html.j2").render(
         rows=rows,
         is_random=selection.strategy == "random",
         num_images=len(pool.files) - pool.num_labelled + len(pool.unreadable),
@@ -86,8 +101,13 @@ def write_selection(selection: Selection, folder: Path) -> list[Path]:
 
 def draw_image(selection: Selection, path: str, *, side: int) -> PIL.Image.Image:
     """Draws an image with the detector's boxes, with at most ``side`` pixels per side."""
-    boxes = [box for box in selection.boxes.get(path, []) if box["score"] >= _LEAST_SCORE]
-    return _draw(_open_upright(path), _with_colors(boxes), side=side)
+    boxes = list_boxes(selection, path)
+    return draw_boxes(open_upright(path), color_by_class(boxes), side=side)
+
+
+def list_boxes(selection: Selection, path: str) -> list[dict[str, Any]]:
+    """Returns the boxes of an image that are drawn and become pre-annotations."""
+    return [box for box in selection.boxes.get(path, []) if box["score"] >= _MIN_SCORE]
 
 
 def write_suspects(
@@ -111,16 +131,21 @@ def write_suspects(
         num_found: number of suspects before some were chosen for the list, to show on the page; by
             default, all are listed.
     """
-    content = {"data": labels.digest, "suspects": [asdict(one) for one in suspects]}
-    root = labels.file.image_root
-    rows = [
-        {"text": one.text, "name": one.file_name, "score": one.score,
-         "image": draw_suspect(os.path.join(root, one.file_name), one)}
-        for one in tqdm(suspects, desc="drawing", unit="label", disable=None, delay=1)
-    ]  # fmt: skip
+    content = {"data": labels.digest, "suspects": [asdict(suspect) for suspect in suspects]}
+    rows = []
+    for suspect in tqdm(suspects, desc="drawing", unit="label", disable=None, delay=1):
+        path = os.path.join(labels.file.image_root, suspect.file_name)
+        rows.append(
+            {
+                "text": suspect.text,
+                "name": suspect.file_name,
+                "score": suspect.score,
+                "image": draw_suspect(path, suspect),
+            }
+        )
     if num_found is None:
         num_found = len(suspects)
-    template = _load_template("suspects.html.j2")
+    template = load_template("suspects.html.j2")
     page = template.render(rows=rows, content=content, command=command, num_found=num_found)
     texts = (json.dumps(content, indent=1), page)
     for name, text in zip(SUSPECT_FILES, texts, strict=True):
@@ -130,49 +155,65 @@ def write_suspects(
 
 def draw_suspect(path: str, suspect: LabelSuspect) -> str:
     """Draws annotated (blue) and corrected boxes (orange) on a crop. Returns it as a data URI."""
-    drawn: Drawn = [(suspect.annotated_bbox, _BLUE)] if suspect.annotated_bbox else []
+    drawn: ColoredBoxes = []
+    if suspect.annotated_bbox:
+        drawn.append((suspect.annotated_bbox, _BLUE))
     if suspect.kind != "class":
         drawn.append((suspect.bbox, _ORANGE))
     boxes = np.array([box for box, _ in drawn])
-    low, high = boxes[:, :2].min(0), (boxes[:, :2] + boxes[:, 2:]).max(0)
+    low = boxes[:, :2].min(0)
+    high = (boxes[:, :2] + boxes[:, 2:]).max(0)
     margin = max(24.0, 0.75 * float((high - low).max()))
-    image = _open_upright(path)
+    image = open_upright(path)
     left, top = np.maximum(low - margin, 0).astype(int).tolist()
     right, bottom = np.minimum(high + margin + 1, image.size).astype(int).tolist()
-    moved: Drawn = [((x - left, y - top, *sides), color) for (x, y, *sides), color in drawn]
-    return _encode(_draw(image.crop((left, top, right, bottom)), moved, enlarge=True))
+    crop = image.crop((left, top, right, bottom))
+    moved: ColoredBoxes = [((x - left, y - top, *sides), color) for (x, y, *sides), color in drawn]
+    return encode_jpeg(draw_boxes(crop, moved, enlarge=True))
 
 
 @functools.cache
-def _load_template(name: str) -> Template:
+def load_template(name: str) -> Template:
+    """Returns a template of this folder."""
     loader = PackageLoader("qbheat_det.labelling", "")
     return Environment(loader=loader, autoescape=True, trim_blocks=True).get_template(name)
 
 
-def _with_colors(boxes: Sequence[dict[str, Any]]) -> Drawn:
+def color_by_class(boxes: Sequence[dict[str, Any]]) -> ColoredBoxes:
+    """Returns boxes in COCO's format with the colors of their classes."""
     return [(box["bbox"], get_class_color(box["category_id"])) for box in boxes]
 
 
-def _draw(
-    image: PIL.Image.Image, boxes: Drawn, *, side: int = _SIDE, enlarge: bool = False
+def draw_boxes(
+    image: PIL.Image.Image,
+    boxes: ColoredBoxes,
+    *,
+    side: int = _THUMBNAIL_SIDE,
+    enlarge: bool = False,
 ) -> PIL.Image.Image:
-    """Draws boxes (XYWH in pixels, color) on an image of at most ``side`` pixels per side."""
-    scale = side / max(image.size) if enlarge else min(1.0, side / max(image.size))
-    small = image.convert("RGB").resize([max(1, round(edge * scale)) for edge in image.size])
-    pen = PIL.ImageDraw.Draw(small)
+    """Draws boxes on a copy of an image whose longer side is at most ``side`` pixels.
+
+    Smaller images keep their size, or get a longer side of ``side`` pixels if ``enlarge``.
+    """
+    scale = side / max(image.size)
+    if not enlarge:
+        scale = min(1.0, scale)
+    resized = image.convert("RGB").resize([max(1, round(edge * scale)) for edge in image.size])
+    pen = PIL.ImageDraw.Draw(resized)
     for (x, y, width, height), color in boxes:
         corners = [x * scale, y * scale, (x + width) * scale, (y + height) * scale]
         pen.rectangle(corners, outline=color, width=3)
-    return small
+    return resized
 
 
-def _encode(image: PIL.Image.Image) -> str:
+def encode_jpeg(image: PIL.Image.Image) -> str:
     """Returns an image as a data URI."""
     stream = io.BytesIO()
     image.save(stream, "JPEG", quality=80)
     return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
 
 
-def _open_upright(path: str) -> PIL.Image.Image:
+def open_upright(path: str) -> PIL.Image.Image:
+    """Opens an image in the orientation that its EXIF data state."""
     with PIL.Image.open(path, formats=IMAGE_FORMATS) as image:
         return turn_upright(image)

@@ -16,18 +16,20 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from qbheat_det.analysis import plotting
-from qbheat_det.checkpoint import find_weights
+from qbheat_det.api import find_weights, load_detector
+from qbheat_det.api.training import train_afresh
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record, replace_folders, write_atomically
-from qbheat_det.data import Annotations, open_source, read_annotations
-from qbheat_det.engine import RunFlags, train_afresh
+from qbheat_det.data import Annotations, open_source
+from qbheat_det.engine import RunFlags, read_config
 
 from .coverage import COVERING, choose_balanced, cover, unit_vectors
 from .embedding import embed_images
-from .selection import BALANCED, check_whole, count_objects, open_detector, predict_boxes
+from .selection import BALANCED, check_whole, count_objects, predict_boxes
 
 _CONFIG = "custom/cached_retinanet_285M_probe.yaml"
-_POINTS, _CURVE = "points.json", "curve.svg"
+_POINTS = "points.json"
+_CURVE = "curve.svg"
 
 
 @dataclass(frozen=True)
@@ -80,35 +82,43 @@ def simulate(
     budgets = sorted({*budgets})
     for seed in seeds:
         check_whole("seeds", seed)
-    file, evaluated = _open_boxes(data, val, images, budgets, strategies)
-    for one in (file, evaluated):
-        one.account.check(max_left_out)
+    file, evaluated = open_boxes(data, val, images, budgets, strategies)
+    file.account.check(max_left_out)
+    evaluated.account.check(max_left_out)
     paths = [os.path.join(file.image_root, image["file_name"]) for image in file.images]
     folder = Path(output)
-    digest = _hash([file.keep(), evaluated.keep(), find_weights(encoder), *opts])
-    points = _read_points(folder, digest)
-    replace_folders(own := folder / "simulation")
-    flags = _make_flags(file, evaluated, own, encoder, opts)
-    vectors = _embed(paths, encoder)
+    settings = [file.keep(), evaluated.keep(), find_weights(encoder), *opts]
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    points = read_points(folder, digest)
+    run_folder = folder / "simulation"
+    replace_folders(run_folder)
+    flags = make_flags(file, evaluated, run_folder, encoder, opts)
+    embedded = embed_images(paths, encoder)
+    for path, reason in embedded.unreadable.items():
+        raise UserError(f"cannot read the image '{path}': {reason}")
+    vectors = unit_vectors(embedded.vectors)
     for seed, strategy in itertools.product(seeds, strategies):
-        done = {one.images for one in points if (one.strategy, one.seed) == (strategy, seed)}
+        done = {
+            point.images for point in points if point.strategy == strategy and point.seed == seed
+        }
         if done >= set(budgets):
             continue
         chosen: list[int] = []
         run: Path | None = None
         for budget in budgets:
-            chosen = _choose(strategy, paths, vectors, budget, chosen, seed, run)
+            chosen = add_images(strategy, paths, vectors, budget, chosen, seed, run)
             if budget in done and strategy != BALANCED:
                 continue
-            names = {file.images[i]["file_name"] for i in chosen}
-            run, num_boxes, metrics = _train(file.keep(names), flags, own / "labels.json", seed)
+            labels = file.keep({file.images[i]["file_name"] for i in chosen})
+            run, metrics = train_on(labels, flags, run_folder / "labels.json", seed)
             if budget not in done:
+                num_boxes = len(labels["annotations"])
                 points.append(Point(strategy, seed, budget, num_boxes, *metrics))
-                _write_points(points, folder, digest)
+                write_points(points, folder, digest)
     return points
 
 
-def _make_flags(
+def make_flags(
     file: Annotations, evaluated: Annotations, folder: Path, encoder: str, opts: Sequence[str]
 ) -> RunFlags:
     """Writes the labels to evaluate on to a file, and returns the flags of runs, without data."""
@@ -123,56 +133,56 @@ def _make_flags(
         output=str(folder / "run"),
         opts=opts,
     )
-    flags.load_config()  # a wrong key is found before features are computed
+    read_config(flags, {})  # a wrong key is found before features are computed
     return flags
 
 
-def _embed(paths: Sequence[str], encoder: str) -> Tensor:
-    """Returns unit vectors (N, D) of the images."""
-    embedded = embed_images(paths, encoder)
-    for path, reason in embedded.unreadable.items():
-        raise UserError(f"cannot read the image '{path}': {reason}")
-    return unit_vectors(embedded.vectors)
-
-
-def _train(
+def train_on(
     labels: dict[str, Any], flags: RunFlags, file: Path, seed: int
-) -> tuple[Path | None, int, list[float]]:
-    """Writes the labels to a file and trains on them.
+) -> tuple[Path | None, list[float]]:
+    """Writes labels in COCO's format to a file, and trains on them.
 
-    Returns the folder of the run (None if there are no boxes), the number of boxes, and [AP, AP50].
+    Returns the folder of the run and [AP, AP50]. Without boxes, they are None and [0, 0].
     """
     if not labels["annotations"]:
-        return None, 0, [0.0, 0.0]
+        return None, [0.0, 0.0]
     write_atomically(file, json.dumps(labels).encode())
     flags = dataclasses.replace(flags, data=str(file), opts=["SEED", str(seed), *flags.opts])
     _, results = train_afresh(flags)
     # Detectron2 reports nan if there are no detections.
     metrics = [round(float(np.nan_to_num(results["bbox"][key])), 2) for key in ("AP", "AP50")]
-    return Path(flags.output), len(labels["annotations"]), metrics
+    return Path(flags.output), metrics
 
 
-def _open_boxes(
+def open_boxes(
     data: str, val: str, images: str, budgets: Sequence[int], strategies: Sequence[str]
 ) -> tuple[Annotations, Annotations]:
     """Returns the images to select from, and the images to evaluate on."""
     opened = open_source(data, images)
     if not opened.has_boxes or not (val or opened.val):
         raise UserError(f"'{data}' has no boxes or no validation part: add --val")
-    if unknown := {*strategies} - {*COVERING, BALANCED}:
-        raise UserError(f"there is no strategy '{unknown.pop()}'")
-    file = read_annotations(opened.train)
+    for strategy in strategies:
+        if strategy not in (*COVERING, BALANCED):
+            raise UserError(f"there is no strategy '{strategy}'")
+    file = opened.annotations[opened.train.part]
     file.check()
     if not budgets or budgets[0] < 1 or budgets[-1] > len(file.images):
-        most = f"{len(file.images):,}, the number of images in '{data}'"
-        raise UserError(f"budgets are {budgets}, but must be from 1 to {most}")
-    source = open_source(val, likely_root=images) if val else opened
-    evaluated = read_annotations(source.val or source.train)
+        raise UserError(
+            f"budgets are {budgets}, but must be from 1 to {len(file.images):,}, the number of "
+            f"images in '{data}'"
+        )
+    evaluated_data = opened
+    if val:
+        evaluated_data = open_source(val, likely_root=images)
+    source = evaluated_data.val or evaluated_data.train
+    if not source.has_boxes:
+        raise UserError(f"'{val}' has no boxes")
+    evaluated = evaluated_data.annotations[source.part]
     evaluated.check()
     return file, evaluated
 
 
-def _choose(
+def add_images(
     strategy: str,
     paths: Sequence[str],
     vectors: Tensor,
@@ -185,37 +195,40 @@ def _choose(
 
     ``run`` is the folder of the detector that was trained on ``chosen``; None if there is none.
     """
-    need = budget - len(chosen)
+    num_new = budget - len(chosen)
+    if strategy == BALANCED and run:
+        counts = count_objects(paths, predict_boxes(paths, load_detector(run)))
+        return chosen + choose_balanced(vectors, counts, num_new, chosen)
     if strategy == BALANCED:
-        if run:
-            counts = count_objects(paths, predict_boxes(paths, open_detector(run)))
-            return [*chosen, *choose_balanced(vectors, counts, need, chosen)]
         strategy = "random"
-    return [*chosen, *cover(strategy, vectors, need, chosen, seed=seed)]
+    return chosen + cover(strategy, vectors, num_new, chosen, seed=seed)
 
 
-def _hash(settings: Sequence[Any]) -> str:
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+def read_points(folder: Path, digest: str) -> list[Point]:
+    """Returns the points of an interrupted simulation; none if the folder has no simulation.
 
-
-def _read_points(folder: Path, digest: str) -> list[Point]:
-    path, curve = folder / _POINTS, folder / _CURVE
+    Raises a ``UserError`` if it has a simulation with another ``digest``, or files of others.
+    """
+    path = folder / _POINTS
+    curve = folder / _CURVE
     if not path.is_file():
         if curve.exists():
             raise UserError(f"'{curve}' is not of a simulation: choose another --output")
         return []
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        found, entries = content["digest"], list(content["points"])
+        file_digest = content["digest"]
+        entries = list(content["points"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"'{path}' is not a file of points: remove it") from error
-    if found != digest:
+    if file_digest != digest:
         raise UserError(f"'{path}' has other data or settings: choose another --output")
     return [parse_record(Point, entry, f"'{path}'") for entry in entries]
 
 
-def _write_points(points: Sequence[Point], folder: Path, digest: str) -> None:
-    content = {"digest": digest, "points": [*map(asdict, points)]}
+def write_points(points: Sequence[Point], folder: Path, digest: str) -> None:
+    """Writes ``points.json`` and ``curve.svg``."""
+    content = {"digest": digest, "points": [asdict(point) for point in points]}
     write_atomically(folder / _POINTS, json.dumps(content).encode())
     write_atomically(folder / _CURVE, plotting.chart_image(plot_points(points)).content)
 
@@ -232,9 +245,13 @@ def plot_points(points: Sequence[Point]) -> Figure:
                 by_size.setdefault(point.images, []).append(point.ap50)
         sizes = sorted(by_size)
         values = [by_size[size] for size in sizes]
-        axes.plot(sizes, [np.mean(own) for own in values], label=name, **style)
+        axes.plot(sizes, [np.mean(ap50) for ap50 in values], label=name, **style)
         axes.fill_between(
-            sizes, [*map(min, values)], [*map(max, values)], color=style["color"], alpha=0.15
+            sizes,
+            [min(ap50) for ap50 in values],
+            [max(ap50) for ap50 in values],
+            color=style["color"],
+            alpha=0.15,
         )
     axes.set_xlabel("images with labels")
     axes.set_ylabel("AP50 (%)")

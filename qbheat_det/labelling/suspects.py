@@ -29,10 +29,11 @@ from torchvision.ops import box_iou
 
 from .labels import ImageBoxes, Kind
 
-_LEAST = 0.01  # smallest probability of a suspect
-_ROUNDS, _SHARE = 10, 0.1  # artificial errors: repetitions, and share of boxes
+_MIN_PROBABILITY = 0.01  # of a suspect
+_NUM_REPETITIONS = 10  # of adding artificial errors
+_ERROR_SHARE = 0.1  # share of boxes with an artificial error
 _PRIOR = 0.02  # assumed share of boxes with an error of each kind
-_FOUND_IOU = 0.5  # smallest IoU of a prediction and the deleted box that it finds
+_DETECTED_IOU = 0.5  # smallest IoU of a prediction and the deleted box that it detects
 _SHIFT = (0.3, 0.7)  # shift of a moved box, relative to its sides
 _IOU_WEIGHT = 0.9  # weight of the IoU in ``similarity``
 _SAME_IOU = 0.5  # smallest IoU of two boxes of one object
@@ -68,54 +69,58 @@ class Suspect:
 
 def find_suspects(annotations: Labelled, predictions: Labelled) -> list[Suspect]:
     """Returns the suspects of all images, in descending order of scores."""
-    found: list[Suspect] = []
-    for image, (truth, seen) in enumerate(zip(annotations, predictions, strict=True)):
-        found += _compare(image, truth, seen)
-    return sorted(found, key=lambda suspect: -suspect.score)
+    suspects: list[Suspect] = []
+    for image, (truth, predicted) in enumerate(zip(annotations, predictions, strict=True)):
+        suspects += compare_boxes(image, truth, predicted)
+    return sorted(suspects, key=lambda suspect: -suspect.score)
 
 
-def _compare(image: int, truth: ImageBoxes, seen: ImageBoxes) -> Iterator[Suspect]:
+def compare_boxes(image: int, truth: ImageBoxes, predicted: ImageBoxes) -> Iterator[Suspect]:
     """Yields the suspects of one image, with at most one of each kind per box."""
-    if not len(seen.boxes):
+    if not len(predicted.boxes):
         return
-    like = similarity(truth.boxes, seen.boxes)  # (G, P)
-    overlaps = box_iou(truth.boxes, seen.boxes)
-    is_same = truth.classes[:, None] == seen.classes
 
-    def suspect(kind: Kind, score: Tensor, prediction: int, annotation: int | None) -> Suspect:
-        box = _to_tuple(seen.boxes[prediction])
-        label = int(seen.classes[prediction])
-        keeps_box = kind == "class" and annotation is not None
-        correction = _to_tuple(truth.boxes[annotation]) if keeps_box else box
+    def make_suspect(kind: Kind, score: Tensor, prediction: int, annotation: int | None) -> Suspect:
+        box = to_tuple(predicted.boxes[prediction])
+        label = int(predicted.classes[prediction])
+        correction = box
+        if kind == "class" and annotation is not None:
+            correction = to_tuple(truth.boxes[annotation])
         return Suspect(kind, image, float(score), annotation, box, label, correction)
 
-    # The best prediction of an annotated object belongs to it, so it does not show a missing box.
-    support = seen.scores * like * (overlaps >= _MIN_IOU)
-    claimed = set(support.argmax(1)[support.amax(1) > 0].tolist()) if len(like) else set()
-    covered = like.amax(0) if len(like) else torch.zeros(len(seen.boxes))
-    for prediction, score in enumerate(seen.scores * (1 - covered)):
-        if prediction not in claimed:
-            yield suspect("missing", score, prediction, None)
     if not len(truth.boxes):
+        for prediction, score in enumerate(predicted.scores):
+            yield make_suspect("missing", score, prediction, None)
         return
+    like = similarity(truth.boxes, predicted.boxes)  # (G, P), also the next two
+    overlaps = box_iou(truth.boxes, predicted.boxes)
+    is_same_class = truth.classes[:, None] == predicted.classes
+
+    # The best prediction of an annotated object belongs to it, so it does not show a missing box.
+    support = predicted.scores * like * (overlaps >= _MIN_IOU)
+    claimed = set(support.argmax(1)[support.amax(1) > 0].tolist())
+    for prediction, score in enumerate(predicted.scores * (1 - like.amax(0))):
+        if prediction not in claimed:
+            yield make_suspect("missing", score, prediction, None)
+
     # A prediction that another annotation of its class fits better is not the place of this one.
-    fits = torch.where(is_same, overlaps, 0.0)
-    is_taken = (fits < fits.amax(0)) & (fits.amax(0) >= _SAME_IOU)
+    fits = torch.where(is_same_class, overlaps, 0.0)
+    fits_other = (fits < fits.amax(0)) & (fits.amax(0) >= _SAME_IOU)
     for index in range(len(truth.boxes)):
-        agreeing = torch.where(is_same[index], seen.scores * like[index], 0.0)
-        best = int(agreeing.argmax())
-        free = torch.where(is_taken[index], 0.0, agreeing)
-        own = int(free.argmax())
-        if free[own] > 0 and overlaps[index, own] >= _MIN_IOU:
-            score = seen.scores[own] * (1 - like[index, own])
-            yield suspect("location", score, own, index)
-        differing = torch.where(is_same[index], 0.0, seen.scores * like[index])
+        agreeing = torch.where(is_same_class[index], predicted.scores * like[index], 0.0)
+        movable = torch.where(fits_other[index], 0.0, agreeing)
+        target = int(movable.argmax())
+        if movable[target] > 0 and overlaps[index, target] >= _MIN_IOU:
+            score = predicted.scores[target] * (1 - like[index, target])
+            yield make_suspect("location", score, target, index)
+        differing = torch.where(is_same_class[index], 0.0, predicted.scores * like[index])
         worst = int(differing.argmax())
-        if differing[worst] > agreeing[best]:
-            yield suspect("class", differing[worst] - agreeing[best], worst, index)
+        if differing[worst] > agreeing.max():
+            yield make_suspect("class", differing[worst] - agreeing.max(), worst, index)
 
 
-def _to_tuple(box: Tensor) -> XYXY:
+def to_tuple(box: Tensor) -> XYXY:
+    """Converts a box (4,) to a tuple of floats."""
     x0, y0, x1, y1 = box.tolist()
     return x0, y0, x1, y1
 
@@ -128,11 +133,11 @@ def keep_one_per_object(suspects: Sequence[Suspect]) -> list[Suspect]:
     overlaps the predicted or the corrected box of the other with an IoU of at least 0.5.
     """
     by_image: dict[int, list[int]] = defaultdict(list)
-    for position, one in enumerate(suspects):
-        by_image[one.image].append(position)
+    for position, suspect in enumerate(suspects):
+        by_image[suspect.image].append(position)
     kept = []
     for positions in by_image.values():
-        is_same = _compare_objects([suspects[position] for position in positions])
+        is_same = compare_objects([suspects[position] for position in positions])
         chosen: list[int] = []
         for row in range(len(positions)):
             if not is_same[row, chosen].any():
@@ -141,18 +146,19 @@ def keep_one_per_object(suspects: Sequence[Suspect]) -> list[Suspect]:
     return [suspects[position] for position in sorted(kept)]
 
 
-def _compare_objects(suspects: Sequence[Suspect]) -> npt.NDArray[np.bool_]:
+def compare_objects(suspects: Sequence[Suspect]) -> npt.NDArray[np.bool_]:
     """Returns which suspects (n, n) of an image are about one object."""
-    annotations = np.array([-1 if one.annotation is None else one.annotation for one in suspects])
-    predicted = torch.tensor([one.box for one in suspects], dtype=torch.float64)
-    corrected = torch.tensor([one.correction for one in suspects], dtype=torch.float64)
+    predicted = torch.tensor([suspect.box for suspect in suspects], dtype=torch.float64)
+    corrected = torch.tensor([suspect.correction for suspect in suspects], dtype=torch.float64)
     overlaps = torch.maximum(box_iou(corrected, predicted), box_iou(corrected, corrected)).numpy()
-    places_box = np.array([one.kind != "class" for one in suspects])
+    places_box = np.array([suspect.kind != "class" for suspect in suspects])
     is_placed = places_box[:, None] & (overlaps >= _SAME_IOU)
-    has_same_annotation = (annotations[:, None] == annotations) & (annotations >= 0)
+    # None becomes nan, which equals nothing.
+    annotations = np.array([suspect.annotation for suspect in suspects], dtype=np.float64)
+    has_same_annotation = annotations[:, None] == annotations
     has_same_prediction = (predicted[:, None] == predicted).all(-1).numpy()
-    found: npt.NDArray[np.bool_] = is_placed | is_placed.T
-    return found | has_same_annotation | has_same_prediction
+    is_same: npt.NDArray[np.bool_] = is_placed | is_placed.T
+    return is_same | has_same_annotation | has_same_prediction
 
 
 def similarity(first: Tensor, second: Tensor) -> Tensor:
@@ -162,7 +168,8 @@ def similarity(first: Tensor, second: Tensor) -> Tensor:
     """
     if not (len(first) and len(second)):
         return torch.zeros(len(first), len(second))
-    first_centres, second_centres = ((box[:, :2] + box[:, 2:]) / 2 for box in (first, second))
+    first_centres = (first[:, :2] + first[:, 2:]) / 2
+    second_centres = (second[:, :2] + second[:, 2:]) / 2
     low = torch.minimum(first[:, None, :2], second[:, :2])
     high = torch.maximum(first[:, None, 2:], second[:, 2:])
     diagonal = (high - low).norm(dim=-1).clamp(min=1e-6)
@@ -185,33 +192,35 @@ def calibrate(
         seed: seed of the artificial errors.
     """
     generator = np.random.default_rng(seed)
-    curves = {kind: _fit(kind, truth, predictions, generator) for kind in get_args(Kind)}
-    found = []
-    for one in suspects:
-        # The score breaks ties between equal probabilities.
-        probability = float(np.interp(one.score, *curves[one.kind])) * (1 - 1e-3 * (1 - one.score))
-        if probability >= _LEAST:
-            found.append(replace(one, score=probability))
-    return keep_one_per_object(sorted(found, key=lambda one: -one.score))
+    curves = {kind: fit_curve(kind, truth, predictions, generator) for kind in get_args(Kind)}
+    calibrated = []
+    for suspect in suspects:
+        scores, probabilities = curves[suspect.kind]
+        probability = float(np.interp(suspect.score, scores, probabilities))
+        probability *= 1 - 1e-3 * (1 - suspect.score)  # breaks ties between equal probabilities
+        if probability >= _MIN_PROBABILITY:
+            calibrated.append(replace(suspect, score=probability))
+    return keep_one_per_object(sorted(calibrated, key=lambda suspect: -suspect.score))
 
 
-def _fit(
+def fit_curve(
     kind: Kind, truth: Labelled, predictions: Labelled, generator: np.random.Generator
 ) -> tuple[Array, Array]:
     """Returns the scores of a kind in ascending order, and the probability of an error at each."""
-    scores, is_error = [], []
-    for _ in range(_ROUNDS):
+    scores = []
+    is_error = []
+    for _ in range(_NUM_REPETITIONS):
         changed, errors = make_errors(kind, truth, generator)
-        found = [one for one in find_suspects(changed, predictions) if one.kind == kind]
-        for one in keep_one_per_object(found):
-            scores.append(one.score)
-            is_error.append(_hits(one, errors[one.image], truth[one.image]))
+        suspects = find_suspects(changed, predictions)
+        for suspect in keep_one_per_object([each for each in suspects if each.kind == kind]):
+            scores.append(suspect.score)
+            is_error.append(is_hit(suspect, errors[suspect.image], truth[suspect.image]))
     if not any(is_error):
         return np.array([0.0, 1.0]), np.zeros(2)
     order = np.argsort(scores)
-    hit = np.array(is_error, dtype=np.float64)[order]
-    weights = np.where(hit > 0, _PRIOR / _SHARE, 1.0)
-    return np.array(scores)[order], isotonic_regression(hit, weights=weights).x
+    hits = np.array(is_error, dtype=np.float64)[order]
+    weights = np.where(hits > 0, _PRIOR / _ERROR_SHARE, 1.0)
+    return np.array(scores)[order], isotonic_regression(hits, weights=weights).x
 
 
 def make_errors(
@@ -222,30 +231,36 @@ def make_errors(
     Returns the changed labels, and for each image the indices in ``truth`` of the deleted, moved or
     relabelled boxes.
     """
-    classes = np.unique(np.concatenate([one.classes.numpy() for one in truth]))
-    changed, errors = [], []
-    for boxes, labels, scores in truth:
-        own = generator.random(len(boxes)) < _SHARE
-        own &= kind != "class" or len(classes) > 1
-        boxes, labels = boxes.clone(), labels.clone()
-        for index in np.flatnonzero(own):
-            if kind == "class":
-                labels[index] = int(generator.choice(classes[classes != int(labels[index])]))
-            elif kind == "location":
+    every_class = np.unique(np.concatenate([annotated.classes.numpy() for annotated in truth]))
+    changed = []
+    errors = []
+    for annotated in truth:
+        boxes = annotated.boxes.clone()
+        classes = annotated.classes.clone()
+        kept = np.ones(len(boxes), dtype=np.bool_)
+        wrong = np.flatnonzero(generator.random(len(boxes)) < _ERROR_SHARE)
+        if kind == "class" and len(every_class) == 1:  # there is no other class
+            wrong = wrong[:0]
+        for index in wrong:
+            if kind == "missing":
+                kept[index] = False
+            elif kind == "class":
+                others = every_class[every_class != int(classes[index])]
+                classes[index] = int(generator.choice(others))
+            else:
                 sides = boxes[index, 2:] - boxes[index, :2]
                 signs = torch.from_numpy(generator.choice([-1.0, 1.0], 2))
                 shift = sides * signs * torch.from_numpy(generator.uniform(*_SHIFT, 2))
                 boxes[index] += shift.repeat(2)
-        kept = ~own if kind == "missing" else np.ones(len(own), dtype=np.bool_)
-        changed.append(ImageBoxes(boxes[kept], labels[kept], scores[kept]))
-        errors.append(set(np.flatnonzero(own).tolist()))
+        changed.append(ImageBoxes(boxes[kept], classes[kept], annotated.scores[kept]))
+        errors.append(set(wrong.tolist()))
     return changed, errors
 
 
-def _hits(suspect: Suspect, errors: set[int], truth: ImageBoxes) -> bool:
+def is_hit(suspect: Suspect, errors: set[int], truth: ImageBoxes) -> bool:
     """Returns whether a suspect is one of the artificial errors of its image."""
     if suspect.annotation is not None:
         return suspect.annotation in errors
     deleted = truth.boxes[sorted(errors)]
     box = torch.tensor([suspect.box], dtype=deleted.dtype)
-    return bool(len(deleted)) and float(box_iou(box, deleted).max()) >= _FOUND_IOU
+    return bool(len(deleted)) and float(box_iou(box, deleted).max()) >= _DETECTED_IOU

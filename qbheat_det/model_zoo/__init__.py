@@ -14,6 +14,15 @@ from .index import list_names as list
 from .sources import ZooWeights, get, get_checkpoint, get_config
 
 __all__ = [
-    "Metric", "ZooEntry", "ZooWeights", "find_entry", "get", "get_address", "get_checkpoint",
-    "get_config", "get_config_file", "list", "list_entries",
-]  # fmt: skip
+    "Metric",
+    "ZooEntry",
+    "ZooWeights",
+    "find_entry",
+    "get",
+    "get_address",
+    "get_checkpoint",
+    "get_config",
+    "get_config_file",
+    "list",
+    "list_entries",
+]

@@ -38,8 +38,9 @@ class Metric:
 
     def __str__(self) -> str:
         """Returns text such as "AP 21.3 ±0.4 %"; percentages have one decimal."""
-        value = f"{self.value:{'.1f' if self.unit == '%' else 'g'}}"
-        return " ".join(filter(None, [self.name, value, self.spread.partition(",")[0], self.unit]))
+        value = f"{self.value:.1f}" if self.unit == "%" else f"{self.value:g}"
+        spread = self.spread.partition(",")[0]
+        return " ".join(filter(None, [self.name, value, spread, self.unit]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +143,10 @@ def find_entry(name: str) -> ZooEntry:
     entries = {entry.name: entry for entry in list_entries()}
     if name in entries:
         return entries[name]
-    nearest = difflib.get_close_matches(name, entries, n=2, cutoff=0.6)
+    similar = difflib.get_close_matches(name, entries, n=2, cutoff=0.6)
     if name.startswith("timm/"):
-        nearest = [f"timm://{name.removeprefix('timm/')}", *nearest]
-    hint = f"did you mean {' or '.join(nearest)}?" if nearest else "see qbheat zoo list"
+        similar = [f"timm://{name.removeprefix('timm/')}", *similar]
+    hint = "see qbheat zoo list"
+    if similar:
+        hint = f"did you mean {' or '.join(similar)}?"
     raise UserError(f"'{name}' is neither a file nor a name in the model zoo: {hint}")

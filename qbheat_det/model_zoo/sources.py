@@ -50,7 +50,8 @@ from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from .index import PREFIX, Distribution, ZooEntry, find_entry, get_address, get_config_file
 
 SHIPPED = Path(__file__).with_name("weights")
-_HUB_PREFIX, _HUB_FILE = "hf://", "model.safetensors"
+_HUB_PREFIX = "hf://"
+_HUB_FILE = "model.safetensors"
 _REPO = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
 
 
@@ -76,7 +77,9 @@ def get_config(name: str, *, trained: bool = True) -> CfgNode:
     If not ``trained``, reads the entry's config file, without the overrides of its training run.
     Raises a ``UserError`` if there is no such entry, or its weights cannot be downloaded.
     """
-    return load_run_config(get_address(name)) if trained else load_config(get_config_file(name))
+    if not trained:
+        return load_config(get_config_file(name))
+    return load_run_config(get_address(name))
 
 
 def get_checkpoint(name: str) -> str:
@@ -96,8 +99,8 @@ def open_trained(weights: str, *, trained: bool = True, device: str | None = Non
         model: nn.Module = build_bare_backbone(cfg) if is_bare else build_model(cfg)
     model.to(torch.device(cfg.MODEL.DEVICE))
     if trained:
-        names = () if is_bare else cfg.MODEL.CLASS_NAMES
-        ExactCheckpointer(model, class_names=names).load(weights)
+        class_names = () if is_bare else cfg.MODEL.CLASS_NAMES
+        ExactCheckpointer(model, class_names=class_names).load(weights)
     return TrainedModel(model.eval(), cfg)
 
 
@@ -112,9 +115,9 @@ def fetch(entry: ZooEntry) -> Path:
     A missing file is downloaded, or joined from a head and its encoder. Raises a ``UserError`` if
     no source has the file, or if a file with this name has a different hash.
     """
-    found = find_local(entry)
-    if found is not None:
-        return check_hash(found, entry)
+    local_file = find_local(entry)
+    if local_file is not None:
+        return check_hash(local_file, entry)
     target = cache_folder(entry) / entry.file
     try:
         check_writable(target)
@@ -151,19 +154,24 @@ def find_local(entry: ZooEntry) -> Path | None:
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"$QBHEAT_ZOO names '{folder}', which is not a folder")
-    files = (folder / entry.file for folder in (*folders, SHIPPED, cache_folder(entry)))
-    return next((file for file in files if file.is_file()), None)
+    for folder in (*folders, SHIPPED, cache_folder(entry)):
+        file = folder / entry.file
+        if file.is_file():
+            return file
+    return None
 
 
 def describe_source(entry: ZooEntry) -> str:
     """Returns the name of the source that ``fetch`` would use; reads and downloads no file."""
-    found = find_local(entry)
-    if entry.encoder and (found is None or found.parent == cache_folder(entry)):
+    local_file = find_local(entry)
+    is_in_cache = local_file is not None and local_file.parent == cache_folder(entry)
+    if entry.encoder and (local_file is None or is_in_cache):
         return describe_source(entry.stored)  # a whole file in the cache was joined from parts
-    if found is None:
+    if local_file is None:
         return entry.distribution.requirement if entry.distribution else "nowhere"
-    names = {SHIPPED: "shipped", cache_folder(entry): "downloaded"}
-    return names.get(found.parent, str(found.parent))
+    if local_file.parent == SHIPPED:
+        return "shipped"
+    return "downloaded" if is_in_cache else str(local_file.parent)
 
 
 def _convert_distribution(entry: ZooEntry, source: Distribution, target: Path) -> None:
@@ -194,16 +202,16 @@ def check_hash(path: Path, entry: ZooEntry) -> Path:
     Otherwise raises a ``UserError``, and removes the file if it is in the cache.
     """
     try:
-        found = hash_file(path)
+        digest = hash_file(path)
     except OSError as error:
         raise UserError(f"'{path}' cannot be read: {error.strerror or error}") from error
-    if found != entry.sha256:
+    if digest != entry.sha256:
         advice = "replace or remove it"
         if path.parent == cache_folder(entry):
             path.unlink(missing_ok=True)
             advice = "it was removed, so try again"
         raise UserError(
-            f"'{path}' is refused: its SHA-256 begins with {found[:12]}, that of '{entry.name}' "
+            f"'{path}' is refused: its SHA-256 begins with {digest[:12]}, that of '{entry.name}' "
             f"with {entry.sha256[:12]}; {advice}"
         )
     return path
@@ -221,26 +229,32 @@ class ZooWeights(PathHandler):
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
         entry = find_entry(path.removesuffix(".safetensors"))
         file = fetch(entry)
-        return str(
-            file if path.endswith(file.suffix) else _write_pytorch(file, cache_folder(entry))
-        )
+        if not path.endswith(file.suffix):
+            file = _write_pytorch(file, cache_folder(entry))
+        return str(file)
 
 
 @functools.lru_cache
 def _write_pytorch(source: Path, folder: Path) -> Path:
     """Writes weights as float32 in PyTorch's format, at most once per process."""
     state, info = read_weights(str(source))
-    tensors = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
     # Detectron2 matches suffixes of names. Without the prefix "backbone.", it finds the encoder in
     # any model.
-    bare = {} if any(name.startswith(BELOW_FPN) for name in tensors) else bare_backbone(tensors)
-    if tensors.keys() & bare.values():
-        bare = {}
+    encoder = bare_backbone(state)
+    has_pyramid = any(name.startswith(BELOW_FPN) for name in state)
+    has_same_names = bool(state.keys() & encoder.values())
+    renamed = {} if has_pyramid or has_same_names else encoder
+    tensors = {}
+    for name, tensor in state.items():
+        if tensor.is_floating_point():
+            tensor = tensor.float()
+        tensors[renamed.get(name, name)] = tensor
     content: dict[str, Any] = {
-        "model": {bare.get(name, name): tensor for name, tensor in tensors.items()},
-        "matching_heuristics": bool(bare) or not bare_backbone(tensors),
-        **({"info": info.to_dict()} if info else {}),
+        "model": tensors,
+        "matching_heuristics": bool(renamed) or not encoder,
     }
+    if info:
+        content["info"] = info.to_dict()
     stream = io.BytesIO()
     torch.save(content, stream)
     target = folder / source.with_suffix(".pth").name
@@ -253,17 +267,22 @@ def write_whole(part: Path, encoder: Path, whole: Path) -> None:
     """Joins a part and its encoder to ``whole``; raises a ``UserError`` if a tensor is missing."""
     state, info = read_weights(str(part))
     assert info is not None  # the hash of the part is checked
-    known, own = read_encoder(encoder), bare_backbone(state)
-    if lacking := own.values() - known.keys():
-        raise UserError(f"'{part}' needs '{min(lacking)}', which '{encoder}' does not have")
-    joined = {name: known[short] for name, short in own.items()}
+    encoder_state = read_encoder(encoder)
+    bare_names = bare_backbone(state)
+    missing = bare_names.values() - encoder_state.keys()
+    if missing:
+        raise UserError(f"'{part}' needs '{min(missing)}', which '{encoder}' does not have")
+    joined = {name: encoder_state[bare] for name, bare in bare_names.items()}
     save_weights(str(whole), {**state, **joined}, info)
 
 
 def read_encoder(path: Path) -> Mapping[str, Tensor]:
     """Reads the tensors of an encoder's file. Their names have no prefix of a backbone."""
     state, _ = read_weights(str(path))
-    return {short: state[name] for name, short in bare_backbone(state).items()} or state
+    bare_names = bare_backbone(state)
+    if not bare_names:
+        return state
+    return {bare: state[name] for name, bare in bare_names.items()}
 
 
 class HubWeights(PathHandler):

@@ -21,7 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.modeling.image_model import ImageModel, PooledFeatures, check_value
+
+from .checks import check_value
+from .image_model import ImageModel
+from .pooling import PooledFeatures
 
 
 class LinearDecoder(nn.Module):
@@ -42,9 +45,10 @@ class LinearDecoder(nn.Module):
         """
         super().__init__()
         self.pool = PooledFeatures(input_shape=input_shape, in_feature=in_feature)
-        width = self.pool.width
-        self.norm = nn.BatchNorm1d(width, affine=False) if normalize else nn.Identity()
-        self.classifier = nn.Linear(width, num_classes)
+        self.norm: nn.Module = nn.Identity()
+        if normalize:
+            self.norm = nn.BatchNorm1d(self.pool.width, affine=False)
+        self.classifier = nn.Linear(self.pool.width, num_classes)
         nn.init.normal_(self.classifier.weight, std=0.01)
         nn.init.zeros_(self.classifier.bias)
 
@@ -114,15 +118,18 @@ class BatchMixing:
 
         An alpha of 0 disables Mixup or CutMix. If both are enabled, each batch uses one at random.
         """
-        smooth = 0 <= label_smoothing < 1
+        is_share = 0 <= label_smoothing < 1
         check_value(num_classes >= 1, "CLASSIFIER.NUM_CLASSES", num_classes, "at least 1")
-        check_value(smooth, "CLASSIFIER.LABEL_SMOOTHING", label_smoothing, "in [0, 1)")
+        check_value(is_share, "CLASSIFIER.LABEL_SMOOTHING", label_smoothing, "in [0, 1)")
         check_value(mixup >= 0, "CLASSIFIER.MIXUP", mixup, "at least 0")
         check_value(cutmix >= 0, "CLASSIFIER.CUTMIX", cutmix, "at least 0")
         self.num_classes = num_classes
         self.label_smoothing = label_smoothing
-        shared = {"label_smoothing": label_smoothing, "num_classes": num_classes}
-        self._mix = Mixup(mixup, cutmix, **shared) if mixup or cutmix else None
+        self._mix: Mixup | None = None
+        if mixup or cutmix:
+            self._mix = Mixup(
+                mixup, cutmix, label_smoothing=label_smoothing, num_classes=num_classes
+            )
 
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Mixes images (N, 3, H, W) in place. Returns the images and the targets (N, K).
@@ -191,8 +198,9 @@ class ImageClassifier(ImageModel):
         if node.DECODER == "linear":
             decoder = LinearDecoder(**shared, normalize=node.NORMALIZE)
         else:
-            sizes = {"dim": node.WIDTH, "depth": node.DEPTH, "dropout": node.DROPOUT}
-            decoder = TransformerDecoder(**shared, **sizes)
+            decoder = TransformerDecoder(
+                **shared, dim=node.WIDTH, depth=node.DEPTH, dropout=node.DROPOUT
+            )
         return {
             "backbone": backbone,
             "decoder": decoder,
@@ -225,7 +233,8 @@ class ImageClassifier(ImageModel):
         if not self.training:
             scores = self.classify(images).softmax(dim=1)
             return [{"scores": row} for row in scores]
-        images, targets = self.mixing(images, self.prepare_labels(batched_inputs))
+        labels = self.prepare_labels(batched_inputs)
+        images, targets = self.mixing(images, labels)
         logits = self.classify(images)
         correct = logits.detach().argmax(dim=1) == targets.argmax(dim=1)
         self.metrics = {"accuracy": 100 * correct.float().mean()}
@@ -243,9 +252,9 @@ class ImageClassifier(ImageModel):
         labels = [entry.get("label", -1) for entry in batched_inputs]
         for entry, label in zip(batched_inputs, labels, strict=True):
             if not 0 <= label < self.num_classes:
+                given = f"label {label}" if "label" in entry else "no label"
                 raise UserError(
-                    f"image '{entry.get('file_name', '')}' has "
-                    f"{f'label {label}' if 'label' in entry else 'no label'}, but labels are 0 to "
+                    f"image '{entry.get('file_name', '')}' has {given}, but labels are 0 to "
                     f"{self.num_classes - 1} (MODEL.CLASSIFIER.NUM_CLASSES): train on class "
                     "folders (--data and --val) or on imagenet_train"
                 )

@@ -17,6 +17,7 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import META_ARCH_REGISTRY, Backbone
+from detectron2.structures import ImageList
 from torch import Tensor, nn
 
 BatchedInputs = list[dict[str, Any]]
@@ -57,7 +58,8 @@ STRONG = "strong"
 """Key of an unlabelled image's dict. Its value is the strong view, as pixels or features."""
 
 PSEUDO_LABELS = "pseudo_labels"
-"""Key of an unlabelled image's dict. Its value is the teacher's prediction on the weak view."""
+"""Key of an unlabelled image's dict. Its value is the mean teacher's prediction on
+the weak view."""
 
 
 @runtime_checkable
@@ -65,7 +67,7 @@ class SupportsUnlabelled(Protocol):
     """A detector that also learns from the ``UNLABELLED`` images of a batch."""
 
     def pseudo_labels(self, batches: Sequence[BatchedInputs]) -> Sequence[Any]:
-        """Returns the ``PSEUDO_LABELS`` of each image. Called on the teacher, to train the student.
+        """Returns the ``PSEUDO_LABELS`` of each image. Called on the mean teacher.
 
         ``batches`` are the unlabelled images of each micro-batch of this process. Every process
         must call this function, because it may normalize over all processes.
@@ -137,14 +139,15 @@ def get_views(cfg: CfgNode) -> Mapping[str, Sequence[str]]:
 
 def get_pixel_statistics(model: nn.Module) -> dict[str, Tensor]:
     """Returns the buffers ``pixel_mean`` and ``pixel_std`` by name, if the model has them."""
-    found = {name: getattr(model, name, None) for name in ("pixel_mean", "pixel_std")}
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    buffers = {name: getattr(model, name, None) for name in ("pixel_mean", "pixel_std")}
+    return {name: value for name, value in buffers.items() if isinstance(value, Tensor)}
 
 
 def normalise_pixels(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """Normalizes (..., C, H, W) by the mean and standard deviation of each channel."""
-    offset, scale = (torch.tensor(v, device=images.device).view(-1, 1, 1) for v in (mean, std))
-    return (images - offset) / scale
+    channel_mean = torch.tensor(mean, device=images.device).view(-1, 1, 1)
+    channel_std = torch.tensor(std, device=images.device).view(-1, 1, 1)
+    return (images - channel_mean) / channel_std
 
 
 def masks_padding(model: object) -> bool:
@@ -152,9 +155,40 @@ def masks_padding(model: object) -> bool:
     return bool(getattr(model, "masks_padding", False))
 
 
-def needs_teacher(model: nn.Module) -> bool:
-    """Returns whether inputs need the key "targets" with a dict of the teacher's outputs."""
-    return bool(getattr(model, "needs_teacher", False))
+@runtime_checkable
+class PreparesImages(Protocol):
+    """A model whose ``preprocess_image`` prepares a batch for its backbone.
+
+    A model that trains on cached features also accepts inputs with "features" instead of "image"
+    there, see ``find_cached_images`` in ``modeling/cached_images.py``.
+    """
+
+    def preprocess_image(self, batched_inputs: BatchedInputs) -> Tensor | ImageList:
+        """Returns normalized images (N, 3, H, W), or an ``ImageList`` if they are padded."""
+
+
+def prepare_backbone_inputs(model: PreparesImages, batched_inputs: BatchedInputs) -> list[Tensor]:
+    """Returns the arguments with which a model calls its backbone for a batch.
+
+    These are the images (N, 3, H, W). If some of them are padded, and the model masks padding, the
+    second argument is the heights and widths (N, 2) of the unpadded images.
+    """
+    images = model.preprocess_image(batched_inputs)
+    if isinstance(images, Tensor):
+        return [images]
+    padded_size = tuple(images.tensor.shape[-2:])
+    is_padded = any(tuple(size) != padded_size for size in images.image_sizes)
+    if is_padded and masks_padding(model):
+        return [images.tensor, torch.tensor(images.image_sizes, device=images.tensor.device)]
+    return [images.tensor]
+
+
+def needs_targets(model: nn.Module) -> bool:
+    """Returns whether inputs need the key "targets" with a dict of the teacher's feature maps.
+
+    The teacher is the frozen network of ``MODEL.TEACHER``.
+    """
+    return bool(getattr(model, "needs_targets", False))
 
 
 @runtime_checkable
@@ -168,7 +202,9 @@ class SupportsLayerGroups(Protocol):
 def get_backbone(model: nn.Module) -> Backbone | None:
     """Returns ``model.backbone``. None if it is missing or not a Detectron2 ``Backbone``."""
     backbone = getattr(model, "backbone", None)
-    return backbone if isinstance(backbone, Backbone) else None
+    if isinstance(backbone, Backbone):
+        return backbone
+    return None
 
 
 def get_timm_name(model: nn.Module) -> str:
@@ -196,9 +232,10 @@ def get_body_name(backbone: nn.Module) -> str:
 
 def get_encoder(backbone: Backbone) -> Backbone:
     """Returns a backbone without its feature pyramid and without ``CachedBackbone`` around it."""
-    below: Any = dict(backbone.named_children()).get(get_body_name(backbone))
-    below = below if isinstance(below, Backbone) else backbone
-    return getattr(below, "encoder", below)
+    body: Any = dict(backbone.named_children()).get(get_body_name(backbone))
+    if not isinstance(body, Backbone):
+        body = backbone
+    return getattr(body, "encoder", body)
 
 
 def get_in_features(module: nn.Module) -> list[str] | None:

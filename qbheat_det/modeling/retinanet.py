@@ -20,11 +20,13 @@ from torch.nn import functional as F
 from torchvision.ops import generalized_box_iou_loss
 
 from .atss import AtssAssigner
-from .dense import COUNT, DenseTeacherLoss, SyncNormalizer, quality_focal_loss
+from .dense_pseudo_labels import DensePseudoLabelLoss, SemiSupervisedDetector
+from .loss_normalizer import COUNT
+from .losses import quality_focal_loss
 
 
 @META_ARCH_REGISTRY.register()
-class SyncRetinaNet(SyncNormalizer, RetinaNet):
+class SyncRetinaNet(SemiSupervisedDetector, RetinaNet):
     """RetinaNet whose losses are normalized over the effective batch.
 
     With one process, one micro-batch and no ``assigner``, the losses equal Detectron2's. With an
@@ -46,10 +48,13 @@ class SyncRetinaNet(SyncNormalizer, RetinaNet):
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         node = cfg.MODEL.RETINANET.ATSS
+        assigner = None
+        if node.ENABLED:
+            assigner = AtssAssigner(top_k=node.TOP_K)
         return {
             **super().from_config(cfg),
-            "teacher_loss": DenseTeacherLoss.from_config(cfg),
-            "assigner": AtssAssigner(top_k=node.TOP_K) if node.ENABLED else None,
+            "pseudo_label_loss": DensePseudoLabelLoss.from_config(cfg),
+            "assigner": assigner,
             "giou_weight": node.GIOU_WEIGHT,
         }
 
@@ -59,7 +64,8 @@ class SyncRetinaNet(SyncNormalizer, RetinaNet):
     ) -> tuple[list[Tensor], list[Tensor]]:
         if self.assigner is None:
             return super().label_anchors(anchors, gt_instances)
-        labels, boxes = [], []
+        labels = []
+        boxes = []
         for truth in gt_instances:
             index = self.assigner(anchors, truth.gt_boxes)
             # Index -1 is the appended entry: background, which has no box.
@@ -77,16 +83,24 @@ class SyncRetinaNet(SyncNormalizer, RetinaNet):
     ) -> dict[str, Tensor]:
         if self.assigner is None:
             return super().losses(anchors, pred_logits, gt_labels, pred_anchor_deltas, gt_boxes)
-        labels, logits = torch.stack(gt_labels), torch.cat(pred_logits, dim=1).float()
+        # (N, R), (N, R, K), and the image and row of each of P positive anchors.
+        labels = torch.stack(gt_labels)
+        logits = torch.cat(pred_logits, dim=1).float()
         image, row = (labels != self.num_classes).nonzero(as_tuple=True)
-        truth = torch.stack(gt_boxes)[image, row]
+
+        # (P, 4), XYXY in pixels.
         deltas = torch.cat(pred_anchor_deltas, dim=1).float()[image, row]
-        found = self.box2box_transform.apply_deltas(deltas, Boxes.cat(anchors).tensor[row])
-        overlap = matched_pairwise_iou(Boxes(found.detach()), Boxes(truth))
+        positive_anchors = Boxes.cat(anchors).tensor[row]
+        predicted_boxes = self.box2box_transform.apply_deltas(deltas, positive_anchors)
+        true_boxes = torch.stack(gt_boxes)[image, row]
+
         targets = torch.zeros_like(logits)
-        targets[image, row, labels[image, row]] = overlap
+        overlaps = matched_pairwise_iou(Boxes(predicted_boxes.detach()), Boxes(true_boxes))
+        targets[image, row, labels[image, row]] = overlaps
+        class_losses = quality_focal_loss(logits, targets, self.focal_loss_gamma)
+        box_losses = generalized_box_iou_loss(predicted_boxes, true_boxes)
         return {
-            "loss_cls": quality_focal_loss(logits, targets, self.focal_loss_gamma).sum(),
-            "loss_box_reg": self.giou_weight * generalized_box_iou_loss(found, truth).sum(),
-            COUNT: self._count_positives(gt_labels),
+            "loss_cls": class_losses.sum(),
+            "loss_box_reg": self.giou_weight * box_losses.sum(),
+            COUNT: self.count_positives(gt_labels),
         }

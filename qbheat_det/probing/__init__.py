@@ -5,5 +5,9 @@ from .features import FrozenFeatures, cache_features, find_feature
 from .run import BackboneProbe, check_probes
 
 __all__ = [
-    "BackboneProbe", "FrozenFeatures", "cache_features", "check_probes", "find_feature",
-]  # fmt: skip
+    "BackboneProbe",
+    "FrozenFeatures",
+    "cache_features",
+    "check_probes",
+    "find_feature",
+]

@@ -26,9 +26,9 @@ from qbheat_det.data import ImageBatches, build_mapper, cut, join_messages, rais
 from qbheat_det.modeling.contracts import normalise_pixels, optional_modules
 
 logger = logging.getLogger(__name__)
-_SHARE = 0.2  # share of each class that is held out
+_HELD_OUT_SHARE = 0.2  # of each class
 _CHUNK = 256  # number of images processed at a time
-_CONSTANT = 1e-6  # relative standard deviation below which a channel is constant
+_MIN_STD = 1e-6  # relative standard deviation below which a channel is constant
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,12 @@ class FrozenFeatures:
 
     def select(self, indices: Tensor) -> "FrozenFeatures":
         """Returns a copy of the features of the images at ``indices``."""
-        parts = (self.maps, self.tokens)
-        maps, tokens = (None if part is None else part[indices] for part in parts)
-        return FrozenFeatures(self.pooled[indices], self.labels[indices], maps, tokens)
+        return FrozenFeatures(
+            self.pooled[indices],
+            self.labels[indices],
+            maps=None if self.maps is None else self.maps[indices],
+            tokens=None if self.tokens is None else self.tokens[indices],
+        )
 
 
 @torch.no_grad()
@@ -79,32 +82,34 @@ def cache_features(
     at most ``num_images`` images. ``keep_maps`` also keeps feature maps, clipped to the range of
     float16. Raises a ``UserError`` if they need more than ``memory_gb``.
     """
-    pooled, tokens = [torch.empty(0, 0)], []
+    pooled: list[Tensor] = []
+    tokens: list[Tensor] = []
     labels: list[int] = []
     maps: Tensor | None = None
     for batch in batches:
         outputs = describe(batch)
-        found = outputs[feature].float()
+        batch_maps = outputs[feature].float()
         if keep_maps:
             if maps is None:
-                needed = num_images * found[0].numel() * torch.float16.itemsize / 1e9
+                needed = num_images * batch_maps[0].numel() * torch.float16.itemsize / 1e9
                 if needed > memory_gb:
                     raise UserError(
                         f"the maps of {num_images:,} images take {needed:.1f} GB of memory, more "
                         f"than --memory-gb {memory_gb:.1f}: raise it, or probe without tran-k"
                     )
-                maps = torch.empty((num_images, *found.shape[1:]), dtype=torch.float16)
+                maps = torch.empty((num_images, *batch_maps.shape[1:]), dtype=torch.float16)
             largest = torch.finfo(maps.dtype).max
-            maps[len(labels) : len(labels) + len(batch)] = found.clamp(-largest, largest).cpu()
-        pooled.append(found.mean(dim=(2, 3)).cpu())
+            clipped = batch_maps.clamp(-largest, largest)
+            maps[len(labels) : len(labels) + len(batch)] = clipped.cpu()
+        pooled.append(batch_maps.mean(dim=(2, 3)).cpu())
         if "tokens" in outputs:
             tokens.append(outputs["tokens"].float().cpu())
         labels += [entry["label"] for entry in batch]
     return FrozenFeatures(
-        torch.cat(pooled[1:] or pooled),
-        torch.tensor(labels, dtype=torch.long),
-        None if maps is None else maps[: len(labels)],
-        torch.cat(tokens) if tokens else None,
+        pooled=torch.cat(pooled) if pooled else torch.empty(0, 0),
+        labels=torch.tensor(labels, dtype=torch.long),
+        maps=None if maps is None else maps[: len(labels)],
+        tokens=torch.cat(tokens) if tokens else None,
     )
 
 
@@ -114,13 +119,14 @@ def split_by_class(labels: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
     Returns sorted indices of both. A fifth of each class is held out, but at least one image if the
     class has two or more.
     """
-    draw = random.Random(seed)
+    generator = random.Random(seed)
     is_held_out = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique().tolist():
-        places = (labels == label).nonzero()[:, 0].tolist()
-        if len(places) > 1:
-            wanted = min(max(1, round(_SHARE * len(places))), len(places) - 1)
-            is_held_out[draw.sample(places, wanted)] = True
+        indices = (labels == label).nonzero()[:, 0].tolist()
+        if len(indices) > 1:
+            count = max(1, round(_HELD_OUT_SHARE * len(indices)))
+            count = min(count, len(indices) - 1)
+            is_held_out[generator.sample(indices, count)] = True
     return (~is_held_out).nonzero()[:, 0], is_held_out.nonzero()[:, 0]
 
 
@@ -133,14 +139,16 @@ def channel_statistics(features: Tensor) -> tuple[Tensor, Tensor]:
     parts = [part[..., None].flatten(2) for part in features.split(_CHUNK)]
     mean = torch.stack([part.double().sum(dim=(0, 2)) for part in parts]).sum(dim=0) / count
     squares = [(part.double() - mean[:, None]).square().sum(dim=(0, 2)) for part in parts]
-    spread = (torch.stack(squares).sum(dim=0) / count).sqrt()
-    varies = spread > _CONSTANT * spread.max()
-    return mean, torch.where(varies, 1 / spread.clamp(min=torch.finfo(spread.dtype).tiny), 0.0)
+    std = (torch.stack(squares).sum(dim=0) / count).sqrt()
+    varies = std > _MIN_STD * std.max()
+    return mean, torch.where(varies, 1 / std.clamp(min=torch.finfo(std.dtype).tiny), 0.0)
 
 
 def measure_accuracy(logits: Tensor, labels: Tensor) -> float:
     """Returns the accuracy of logits (N, K) in percent, or 0 if there are no images."""
-    return 100 * float((logits.argmax(dim=1) == labels).double().mean()) if len(labels) else 0.0
+    if not len(labels):
+        return 0.0
+    return 100 * float((logits.argmax(dim=1) == labels).double().mean())
 
 
 def recalibrate_bn(
@@ -224,20 +232,25 @@ def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
     tensors.
     """
     state, info = read_weights(weights)
-    names = bare_backbone(state)
-    bare = {short: state[name] for name, short in names.items()} if names else state
-    optional = optional_modules(backbone)
-    own = backbone.state_dict()
-    fitting, report = fit_weights(bare, own, file=weights, optional_modules=optional)
-    groups = report.groups.values()
-    filled, total = report.num_loaded, sum(group.num_tensors for group in groups)
-    if filled < total or report.unexpected:
+    bare_names = bare_backbone(state)
+    if bare_names:
+        state = {bare: state[name] for name, bare in bare_names.items()}
+    fitting, report = fit_weights(
+        state,
+        backbone.state_dict(),
+        file=weights,
+        optional_modules=optional_modules(backbone),
+    )
+    num_loaded = report.num_loaded
+    num_tensors = sum(group.num_tensors for group in report.groups.values())
+    if num_loaded < num_tensors or report.unexpected:
         raise UserError(
-            f"'{weights}' fills {filled} of the {total} tensors of the config's backbone, and has "
-            f"{len(report.unexpected)} more: use the config of these weights (--config-file)"
+            f"'{weights}' fills {num_loaded} of the {num_tensors} tensors of the config's "
+            f"backbone, and has {len(report.unexpected)} more: use the config of these weights "
+            "(--config-file)"
         )
     backbone.load_state_dict(fitting, strict=False)
-    logger.info(f"'{weights}': {filled}/{total} backbone tensors")
+    logger.info(f"'{weights}': {num_loaded}/{num_tensors} backbone tensors")
     return info
 
 
@@ -253,5 +266,9 @@ def find_feature(backbone: Backbone, wanted: str = "") -> str:
 
 def count_images_seen(info: WeightsInfo | None) -> int | None:
     """Returns the number of images seen in training. None if unknown, as in converted files."""
-    batch = info and info.value_of("SOLVER.IMS_PER_BATCH")
-    return (info.iteration + 1) * batch if info and isinstance(batch, int) else None
+    if info is None:
+        return None
+    batch_size = info.value_of("SOLVER.IMS_PER_BATCH")
+    if not isinstance(batch_size, int):
+        return None
+    return (info.iteration + 1) * batch_size

@@ -32,12 +32,13 @@ from .features import FrozenFeatures, channel_statistics, measure_accuracy, spli
 L2_GRID = tuple(10.0 ** (power / 2) for power in range(0, -13, -1))
 """L2 penalties, from 1 down to 1e-6 in half decades."""
 
-_MAX_ITERATIONS, _HISTORY = 500, 20  # settings of L-BFGS
-_LEAST_CURVATURE = 1e-12
+_MAX_ITERATIONS = 500  # of L-BFGS
+_HISTORY_SIZE = 20  # of L-BFGS
+_MIN_CURVATURE = 1e-12
 _TRIAL_TOLERANCE = 1e-3  # tolerance of the gradient in trials
 _MAP = "map"
 _CHUNK = 256  # number of images processed at a time in inference
-_FLOOR = 1e-2  # added to the variances of principal components, whose mean is 1
+_VARIANCE_FLOOR = 1e-2  # added to the variances of principal components, whose mean is 1
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,16 @@ def fit_linear_probe(
             tolerance=_TRIAL_TOLERANCE,
             dtype=torch.float32,
         )
-        weights[l2] = weight = trial.weight
+        weight = trial.weight
+        weights[l2] = weight
         trials[l2] = measure_accuracy(trial(features[held_out]), labels[held_out])
     best = max(trials, key=lambda l2: (trials[l2], l2))
     probe = fit_penalised(features, labels, num_classes=num_classes, l2=best, start=weights[best])
-    named = {f"{l2:.2g}": accuracy for l2, accuracy in trials.items()}
-    return probe, {"l2": best, "gradient": probe.gradient, "trials": named}
+    return probe, {
+        "l2": best,
+        "gradient": probe.gradient,
+        "trials": {f"{l2:.2g}": accuracy for l2, accuracy in trials.items()},
+    }
 
 
 def fit_penalised(
@@ -119,7 +124,7 @@ def fit_penalised(
     begin = axes.new_zeros(num_classes, len(axes)) if start is None else start.to(dtype) @ axes
     shares = (inputs @ begin.T).softmax(dim=1)
     curvature = (shares * (1 - shares)).T @ inputs.square() / len(inputs) + penalty  # (K, D + 1)
-    scale = curvature.clamp(min=_LEAST_CURVATURE).rsqrt()
+    scale = curvature.clamp(min=_MIN_CURVATURE).rsqrt()
     scaled = (begin / scale).requires_grad_()
     optimizer = torch.optim.LBFGS(
         [scaled],
@@ -127,7 +132,7 @@ def fit_penalised(
         max_eval=2 * _MAX_ITERATIONS,
         tolerance_grad=tolerance,
         tolerance_change=0.0,
-        history_size=_HISTORY,
+        history_size=_HISTORY_SIZE,
         line_search_fn="strong_wolfe",
     )
 
@@ -166,18 +171,19 @@ class Whitening:
         mean, scale = (values.float() for values in channel_statistics(maps))
         covariance = maps.new_zeros(maps.shape[1], maps.shape[1], dtype=torch.float64)
         for part in maps.split(_CHUNK):
-            flat = ((part.float().transpose(0, 1).flatten(1).T) - mean) * scale
+            flat = part.float().transpose(0, 1).flatten(1).T  # (NHW, C)
+            flat = (flat - mean) * scale
             covariance += (flat.T @ flat).double()
         variances, axes = torch.linalg.eigh(covariance * maps.shape[1] / maps.numel())
-        matrix = scale.double()[:, None] * axes / (variances.clamp(min=0) + _FLOOR).sqrt()
+        matrix = scale.double()[:, None] * axes / (variances.clamp(min=0) + _VARIANCE_FLOOR).sqrt()
         return cls(mean, matrix.float())
 
     def __call__(self, maps: Tensor) -> Tensor:
         """Whitens feature maps (N, C, H, W) and keeps their dtype."""
         result = torch.empty_like(maps)
-        for part, into in zip(maps.split(_CHUNK), result.split(_CHUNK), strict=True):
+        for part, output in zip(maps.split(_CHUNK), result.split(_CHUNK), strict=True):
             flat = part.float().flatten(2).transpose(1, 2) - self.mean  # (N, HW, C)
-            into.copy_((flat @ self.matrix).transpose(1, 2).view_as(part))
+            output.copy_((flat @ self.matrix).transpose(1, 2).view_as(part))
         return result
 
 
@@ -212,7 +218,9 @@ class TransformerProbe:
     ) -> None:
         """``features`` are the features of the training images. Their maps must be whitened."""
         assert features.maps is not None
-        self._features, self._settings, self._device = features, settings, device
+        self._features = features
+        self._settings = settings
+        self._device = device
         shapes = {_MAP: ShapeSpec(channels=features.maps.shape[1])}
         if features.tokens is not None:
             shapes["tokens"] = ShapeSpec(channels=features.tokens.shape[2])
@@ -224,31 +232,33 @@ class TransformerProbe:
             dropout=dropout,
             in_feature=_MAP,
         ).to(device)
-        self._steps = -(-len(features) // settings.batch_size)  # steps per epoch
+        self._steps_per_epoch = -(-len(features) // settings.batch_size)
         self.average = AveragedModel(
-            self.decoder, multi_avg_fn=get_ema_multi_avg_fn(1 - 1 / (1 + self._steps))
+            self.decoder, multi_avg_fn=get_ema_multi_avg_fn(1 - 1 / (1 + self._steps_per_epoch))
         )
-        # Norms and biases have no weight decay.
+        parameters = list(self.decoder.parameters())
+        matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+        norms_and_biases = [parameter for parameter in parameters if parameter.ndim <= 1]
         groups = [
-            {"params": [p for p in self.decoder.parameters() if (p.ndim > 1) is decays],
-             "weight_decay": settings.weight_decay if decays else 0.0}
-            for decays in (True, False)
-        ]  # fmt: skip
+            {"params": matrices, "weight_decay": settings.weight_decay},
+            {"params": norms_and_biases, "weight_decay": 0.0},
+        ]
         self._optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate)
-        self._done = 0
+        self._num_steps = 0  # taken so far
 
     def run_epoch(self) -> None:
         """Trains for one epoch. PyTorch's global generator decides the order of images."""
         self.decoder.train()
         order = torch.randperm(len(self._features))
-        for places in order.tensor_split(self._steps):
-            self._done += 1
+        for indices in order.tensor_split(self._steps_per_epoch):
+            self._num_steps += 1
+            warmup = min(1.0, self._num_steps / self._steps_per_epoch)
             for group in self._optimizer.param_groups:
-                group["lr"] = self._settings.learning_rate * min(1.0, self._done / self._steps)
-            logits = self.decoder(self._inputs(self._features, places, self._settings.positions))
+                group["lr"] = self._settings.learning_rate * warmup
+            logits = self.decoder(self._inputs(self._features, indices, self._settings.positions))
             loss = F.cross_entropy(
                 logits,
-                self._features.labels[places].to(self._device),
+                self._features.labels[indices].to(self._device),
                 label_smoothing=self._settings.label_smoothing,
             )
             self._optimizer.zero_grad()
@@ -264,17 +274,18 @@ class TransformerProbe:
         return torch.cat([self.average(self._inputs(features, part)).cpu() for part in parts])
 
     def _inputs(
-        self, features: FrozenFeatures, places: Tensor, share: float = 1.0
+        self, features: FrozenFeatures, indices: Tensor, share: float = 1.0
     ) -> dict[str, Tensor]:
+        """Returns the decoder's inputs for some images, with a random share of the positions."""
         assert features.maps is not None
-        maps = features.maps[places].flatten(2)  # (N, C, HW)
+        maps = features.maps[indices].flatten(2)  # (N, C, HW)
         if share < 1:
             positions = torch.randperm(maps.shape[2])[: max(1, round(share * maps.shape[2]))]
             maps = maps[:, :, positions]
         maps = maps.to(self._device).float()
         inputs = {_MAP: maps[..., None]}  # the order of positions does not matter to the decoder
         if features.tokens is not None:
-            inputs["tokens"] = features.tokens[places].to(self._device)
+            inputs["tokens"] = features.tokens[indices].to(self._device)
         return inputs
 
 
@@ -306,23 +317,28 @@ def fit_transformer_probe(
             part, num_classes=num_classes, dropout=dropout, settings=settings, device=device
         )
 
-    def advance(rate: float) -> None:
+    def run_epoch(rate: float) -> None:
         probes[rate].run_epoch()
-        logits = probes[rate](held_out) if len(held_out) else torch.empty(0, num_classes)
+        logits = torch.empty(0, num_classes)
+        if len(held_out):
+            logits = probes[rate](held_out)
         trials[rate].append(measure_accuracy(logits, held_out.labels))
 
     probes: dict[float, TransformerProbe] = {}
     trials: dict[float, list[float]] = {}
     with preserved_randomness():
         for rate in settings.dropouts:
-            probes[rate], trials[rate] = start(train, rate), []
+            probes[rate] = start(train, rate)
+            trials[rate] = []
             for _ in range(min(settings.trial_epochs, settings.max_epochs)):
-                advance(rate)
+                run_epoch(rate)
         dropout = max(trials, key=lambda rate: (max(trials[rate]), rate))
-        found = trials[dropout]
-        while len(found) < settings.max_epochs and not _is_over(found, settings.patience):
-            advance(dropout)
-        epochs = 1 + found.index(max(found))
+        accuracies = trials[dropout]
+        while len(accuracies) < settings.max_epochs:
+            if _has_converged(accuracies, settings.patience):
+                break
+            run_epoch(dropout)
+        epochs = 1 + accuracies.index(max(accuracies))
         probes.clear()  # frees their memory
         probe = start(features, dropout)
         for _ in range(epochs):
@@ -330,7 +346,7 @@ def fit_transformer_probe(
     return lambda others: probe(_whitened(others, whiten)), {
         "dropout": dropout,
         "epochs": epochs,
-        "converged": _is_over(found, settings.patience),
+        "converged": _has_converged(accuracies, settings.patience),
         "trials": {f"{rate:g}": values for rate, values in trials.items()},
     }
 
@@ -340,5 +356,7 @@ def _whitened(features: FrozenFeatures, whiten: Whitening) -> FrozenFeatures:
     return replace(features, maps=whiten(features.maps))
 
 
-def _is_over(values: list[float], patience: int) -> bool:
-    return len(values) - 1 - values.index(max(values)) >= patience
+def _has_converged(accuracies: list[float], patience: int) -> bool:
+    """Whether the best of the accuracies by epoch is at least ``patience`` epochs ago."""
+    best_epoch = accuracies.index(max(accuracies))
+    return len(accuracies) - 1 - best_epoch >= patience

@@ -92,19 +92,25 @@ def run_probe(
     ``fit_linear_probe`` or ``fit_transformer_probe`` selected (empty for kNN).
     """
     if name == "knn":
-        parts = [(part.pooled, part.labels) for part in (train, val)]
-        ranks = rank_true_classes(*parts, k=settings.k, temperature=settings.temperature)
+        ranks = rank_true_classes(
+            (train.pooled, train.labels),
+            (val.pooled, val.labels),
+            k=settings.k,
+            temperature=settings.temperature,
+        )
         return measure_ranks(ranks), {}
-    classes, seed = settings.num_classes, settings.seed
     if name == "linear":
         linear, chosen = fit_linear_probe(
-            train.joined, train.labels, num_classes=classes, seed=seed
+            train.joined, train.labels, num_classes=settings.num_classes, seed=settings.seed
         )
         logits = linear(val.joined)
     else:
-        own = dataclasses.replace(settings.transformer, depth=find_depth(name))
         transformer, chosen = fit_transformer_probe(
-            train, num_classes=classes, settings=own, seed=seed, device=settings.device
+            train,
+            num_classes=settings.num_classes,
+            settings=dataclasses.replace(settings.transformer, depth=find_depth(name)),
+            seed=settings.seed,
+            device=settings.device,
         )
         logits = transformer(val)
     return measure_ranks(rank_true_class(logits, val.labels)), chosen
@@ -120,8 +126,8 @@ def check_probes(names: Sequence[str]) -> None:
 
 def find_depth(name: str) -> int:
     """Returns k for "tran-k", and 0 for all other names."""
-    found = _TRANSFORMER.fullmatch(name)
-    return int(found[1]) if found else 0
+    match = _TRANSFORMER.fullmatch(name)
+    return int(match[1]) if match else 0
 
 
 class BackboneProbe:
@@ -176,11 +182,22 @@ class BackboneProbe:
             UserError: the images, ``json_file`` or a name is invalid.
         """
         check_probes(probes)
-        records, self._cfg = load_class_folders(train_folder, val_folder), cfg
+        records = load_class_folders(train_folder, val_folder)
+        self._cfg = cfg
         self._probes = list(dict.fromkeys(probes))
         self._sizes = [len(part) for part in records]
-        self._images = tuple(map(self._load, records))
-        self._num_recalibrated, self._memory_gb, self._on_row = num_recalibrated, memory_gb, on_row
+        self._images = [
+            ImageBatches(
+                part,
+                mapper=PretrainingMapper(cfg, is_train=False),
+                num_workers=cfg.DATALOADER.NUM_WORKERS,
+                shared=False,
+            )
+            for part in records
+        ]
+        self._num_recalibrated = num_recalibrated
+        self._memory_gb = memory_gb
+        self._on_row = on_row
         self._feature = find_feature(self._build(), feature)
         self._settings = ProbeSettings(
             num_classes=1 + max(record["label"] for part in records for record in part),
@@ -220,14 +237,6 @@ class BackboneProbe:
             backbone = self._build()
         self._probe(backbone, f"random, seed {seed}", 0)
 
-    def _load(self, records: list[dict[str, Any]]) -> ImageBatches:
-        return ImageBatches(
-            records,
-            mapper=PretrainingMapper(self._cfg, is_train=False),
-            num_workers=self._cfg.DATALOADER.NUM_WORKERS,
-            shared=False,
-        )
-
     def _build(self) -> Backbone:
         backbone = build_bare_backbone(self._cfg).to(self._cfg.MODEL.DEVICE)
         return backbone.to(memory_format=find_memory_format(self._cfg))
@@ -235,17 +244,23 @@ class BackboneProbe:
     def _probe(self, backbone: Backbone, name: str, images_seen: int | None) -> None:
         backbone.eval()
         digest = hash_tensors(backbone.state_dict())[:_DIGITS]
-        for recalibrates in (False, True)[: 2 if self._num_recalibrated else 1]:
-            known = {_place(row): row for row in self.results["rows"] if row["digest"] == digest}
-            rows = [known.get((name, recalibrates, probe)) for probe in self._probes]
-            for old in filter(None, rows):
-                self._on_row(old)
-            missing = [probe for probe, old in zip(self._probes, rows, strict=True) if old is None]
+        variants = [False, True] if self._num_recalibrated else [False]
+        for is_recalibrated in variants:
+            known = {_identify(row): row for row in self.results["rows"] if row["digest"] == digest}
+            missing = []
+            for probe in self._probes:
+                identity = (name, is_recalibrated, probe)
+                if identity in known:
+                    self._on_row(known[identity])
+                else:
+                    missing.append(probe)
             if not missing:
                 continue
-            recalibrated = self._recalibrate(backbone) if recalibrates else 0
-            if recalibrates and not recalibrated:  # without BatchNorm, results would be equal
-                continue
+            num_recalibrated = 0
+            if is_recalibrated:
+                num_recalibrated = self._recalibrate(backbone)
+                if not num_recalibrated:  # without BatchNorm, results would be equal
+                    continue
             train, val = self._extract(backbone, name, keep_maps=any(map(find_depth, missing)))
             for probe in missing:
                 begin = time.perf_counter()
@@ -254,7 +269,7 @@ class BackboneProbe:
                     "backbone": name,
                     "digest": digest,
                     "images_seen": images_seen,
-                    "recalibrated": recalibrated,
+                    "recalibrated": num_recalibrated,
                     "probe": probe,
                     **score,
                     "num_images": len(val),
@@ -266,7 +281,7 @@ class BackboneProbe:
 
     def _add(self, row: Row) -> None:
         """Adds a row, which replaces a row of earlier weights of the same name. Saves all rows."""
-        rows = [old for old in self.results["rows"] if _place(old) != _place(row)]
+        rows = [old for old in self.results["rows"] if _identify(old) != _identify(row)]
         self.results["rows"] = [*rows, row]
         if self._file is not None:
             write_atomically(self._file, json.dumps(self.results, indent=1).encode())
@@ -277,25 +292,30 @@ class BackboneProbe:
         entries = itertools.chain.from_iterable(self._images[0])
         chosen = itertools.islice(entries, 0, step * self._num_recalibrated, step)
         images = [entry["image"] for entry in chosen]
-        keys = self._cfg.MODEL
-        norms = recalibrate_bn(
-            backbone, images, pixel_mean=keys.PIXEL_MEAN, pixel_std=keys.PIXEL_STD
+        num_norms = recalibrate_bn(
+            backbone,
+            images,
+            pixel_mean=self._cfg.MODEL.PIXEL_MEAN,
+            pixel_std=self._cfg.MODEL.PIXEL_STD,
         )
-        return len(images) if norms else 0
+        return len(images) if num_norms else 0
 
     def _extract(
         self, backbone: Backbone, title: str, *, keep_maps: bool
     ) -> tuple[FrozenFeatures, FrozenFeatures]:
-        device, keys = next(backbone.parameters()).device, self._cfg.MODEL
+        """Returns the features of the training and validation images."""
+        device = next(backbone.parameters()).device
+        pixel_mean = self._cfg.MODEL.PIXEL_MEAN
+        pixel_std = self._cfg.MODEL.PIXEL_STD
 
         def describe(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
             images = torch.stack([entry["image"] for entry in batch]).to(device)
             bar.update()
-            return backbone(normalise_pixels(images, keys.PIXEL_MEAN, keys.PIXEL_STD))
+            return backbone(normalise_pixels(images, pixel_mean, pixel_std))
 
         total = sum(map(len, self._images))
         with tqdm(total=total, desc=title[-40:], unit=" batches", delay=_DELAY) as bar:
-            train, val = (
+            features = [
                 cache_features(
                     describe,
                     batches,
@@ -305,18 +325,20 @@ class BackboneProbe:
                     memory_gb=self._memory_gb * size / sum(self._sizes),
                 )
                 for batches, size in zip(self._images, self._sizes, strict=True)
-            )
+            ]
+        train, val = features
         skipped = [error for batches in self._images for error in batches.skipped.values()]
         if skipped and not self.results["skipped_images"]:
             logger.warning(f"Left out, {len(skipped):,} in all: {join_messages(skipped)}")
         self.results["skipped_images"] = len(skipped)
-        for flag, features in {"--data": train, "--val": val}.items():
-            if not len(features):
+        for flag, part in {"--data": train, "--val": val}.items():
+            if not len(part):
                 raise UserError(f"no image of {flag} can be read")
         return train, val
 
 
-def _place(row: Row) -> tuple[str, bool, str]:
+def _identify(row: Row) -> tuple[str, bool, str]:
+    """Returns what a new row has in common with the row that it replaces."""
     return row["backbone"], bool(row["recalibrated"]), row["probe"]
 
 
@@ -330,11 +352,14 @@ def _read_results(file: Path | None, setting: dict[str, Any]) -> dict[str, Any]:
         return {"setting": setting, "skipped_images": 0, "rows": []}
     try:
         results = json.loads(file.read_text(encoding="utf-8"))
-        found = dict(results["setting"])
-        _ = int(results["skipped_images"]), list(map(_place, results["rows"]))
+        stored = dict(results["setting"])
+        int(results["skipped_images"])
+        for row in results["rows"]:
+            _identify(row)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"'{file}' has no scores of probes: use another file") from error
-    if changed := sorted(k for k in {**found, **setting} if found.get(k) != setting.get(k)):
+    changed = sorted(k for k in {**stored, **setting} if stored.get(k) != setting.get(k))
+    if changed:
         raise UserError(
             f"'{file}' has scores of another setting ({', '.join(changed)}): use another file, "
             "or remove it"

@@ -5,6 +5,11 @@ from .optimizer import build_optimizer, layers_above, parameter_groups
 from .schedule import build_lr_scheduler, count_epochs, describe_schedule, resolve_schedule
 
 __all__ = [
-    "build_lr_scheduler", "build_optimizer", "count_epochs", "describe_schedule", "layers_above",
-    "parameter_groups", "resolve_schedule",
-]  # fmt: skip
+    "build_lr_scheduler",
+    "build_optimizer",
+    "count_epochs",
+    "describe_schedule",
+    "layers_above",
+    "parameter_groups",
+    "resolve_schedule",
+]

@@ -63,7 +63,8 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     if clip.ENABLED:
         check_values(cfg, _CLIP_RULES)
     if cfg.SOLVER.OPTIMIZER == "ADAMW":
-        optimizer, arguments = torch.optim.AdamW, {"betas": tuple(cfg.SOLVER.BETAS)}
+        optimizer = torch.optim.AdamW
+        arguments = {"betas": tuple(cfg.SOLVER.BETAS)}
     else:
         optimizer = torch.optim.SGD
         arguments = {"momentum": cfg.SOLVER.MOMENTUM, "nesterov": cfg.SOLVER.NESTEROV}
@@ -124,8 +125,9 @@ def parameter_groups(
     """
     overrides = {name: {"weight_decay": 0.0} for name in ("tokens", "token")}
     # Detectron2 recognizes biases only by the name "bias".
-    of_bias = {} if weight_decay_bias is None else {"weight_decay": weight_decay_bias}
-    overrides["in_proj_bias"] = {"lr": lr * bias_lr_factor, **of_bias}
+    overrides["in_proj_bias"] = {"lr": lr * bias_lr_factor}
+    if weight_decay_bias is not None:
+        overrides["in_proj_bias"]["weight_decay"] = weight_decay_bias
     groups = detectron2_build.get_default_optimizer_params(
         model,
         base_lr=lr,
@@ -135,19 +137,21 @@ def parameter_groups(
         weight_decay_bias=weight_decay_bias,
         overrides=overrides,
     )
-    factors = _backbone_factors(model, backbone_multiplier, layer_decay)
+    factors = _find_backbone_factors(model, backbone_multiplier, layer_decay)
     for parameter in get_token_parameters(model):
         factors[parameter] = factors.get(parameter, 1.0) * token_multiplier
     # RetinaNet's norms and "LN", which Detectron2 treats as weights.
     kinds = tuple(getattr(batch_norm, name, ()) for name in ("CycleBatchNormList", "LayerNorm"))
     norms = {p for m in model.modules() if isinstance(m, kinds) for p in m.parameters()}
-    single = []
+    single_groups = []
     for group in groups:
         for parameter in group["params"]:
-            own = {"weight_decay": weight_decay_norm} if parameter in norms else {}
             rate = group["lr"] * factors.get(parameter, 1.0)
-            single.append({**group, "params": [parameter], "lr": rate, **own})
-    return list(detectron2_build.reduce_param_groups(single))
+            single_group = {**group, "params": [parameter], "lr": rate}
+            if parameter in norms:
+                single_group["weight_decay"] = weight_decay_norm
+            single_groups.append(single_group)
+    return list(detectron2_build.reduce_param_groups(single_groups))
 
 
 def layers_above(backbone: nn.Module) -> dict[str, int]:
@@ -226,9 +230,10 @@ def _keep_layout(optimizer: Optimizer) -> None:
                 state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _backbone_factors(
+def _find_backbone_factors(
     model: nn.Module, multiplier: float, layer_decay: float
 ) -> dict[nn.Parameter, float]:
+    """Returns the factors on the learning rates of the backbone's parameters."""
     backbone = get_backbone(model)
     if backbone is None:
         if layer_decay != 1.0 or multiplier != 1.0:

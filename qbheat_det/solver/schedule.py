@@ -86,7 +86,9 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
     check_values(cfg, _EPOCH_RULES)
     resolved = with_values(cfg)
     solver = resolved.SOLVER
-    stretch = count_epochs(cfg, num_images) / _exact(solver.EPOCHS) if solver.EPOCHS else 1
+    stretch = Fraction(1)
+    if solver.EPOCHS:
+        stretch = count_epochs(cfg, num_images) / _exact(solver.EPOCHS)
 
     def to_iterations(epochs: float) -> int:
         return math.ceil(_exact(epochs) * num_images / solver.IMS_PER_BATCH * stretch)
@@ -121,8 +123,8 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
 
 def count_epochs(cfg: CfgNode, num_images: int) -> Fraction:
     """Returns the larger of ``SOLVER.EPOCHS`` and the epochs in ``SOLVER.MIN_ITER`` iterations."""
-    least = Fraction(cfg.SOLVER.MIN_ITER * cfg.SOLVER.IMS_PER_BATCH, num_images)
-    return max(_exact(cfg.SOLVER.EPOCHS), least)
+    min_epochs = Fraction(cfg.SOLVER.MIN_ITER * cfg.SOLVER.IMS_PER_BATCH, num_images)
+    return max(_exact(cfg.SOLVER.EPOCHS), min_epochs)
 
 
 def _exact(epochs: float) -> Fraction:
@@ -132,7 +134,8 @@ def _exact(epochs: float) -> Fraction:
 
 def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
     """Returns a description of ``resolved``, the result of ``resolve_schedule``, for the log."""
-    solver, period = resolved.SOLVER, resolved.TEST.EVAL_PERIOD
+    solver = resolved.SOLVER
+    period = resolved.TEST.EVAL_PERIOD
     per_epoch = num_images / solver.IMS_PER_BATCH
 
     def spell(iterations: int) -> str:
@@ -146,7 +149,9 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
     reference = "not scaled"
     if cfg.SOLVER.REFERENCE_BATCH_SIZE:
         reference = f"{solver.LR_SCALING} from {cfg.SOLVER.REFERENCE_BATCH_SIZE:,} images a step"
-    every = f"every {spell(period)} and at the end" if period else "at the end"
+    evaluations = "at the end"
+    if period:
+        evaluations = f"every {spell(period)} and at the end"
     lines = [
         f"Schedule: {spell(solver.MAX_ITER)} of {solver.IMS_PER_BATCH:,} images; an epoch of "
         f"{num_images:,} images is {per_epoch:,.5g} iterations",
@@ -154,7 +159,7 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
         f" backbone x {solver.BACKBONE_MULTIPLIER:g}, its tokens x {solver.TOKEN_MULTIPLIER:g}, x "
         f"{solver.LAYER_DECAY:g} from layer to layer",
         f"Its course: {', '.join(shape)}",
-        f"Checkpoints every {spell(solver.CHECKPOINT_PERIOD)}, evaluation {every}",
+        f"Checkpoints every {spell(solver.CHECKPOINT_PERIOD)}, evaluation {evaluations}",
     ]
     if 2 * solver.WARMUP_ITERS > solver.MAX_ITER:
         lines.append(
@@ -175,5 +180,6 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
 
 def _effective_steps(cfg: CfgNode) -> tuple[int, ...]:
     """Returns the ``SOLVER.STEPS`` that the scheduler reads, before ``SOLVER.MAX_ITER``."""
-    steps = cfg.SOLVER.STEPS if cfg.SOLVER.LR_SCHEDULER_NAME == "WarmupMultiStepLR" else ()
-    return tuple(step for step in steps if step < cfg.SOLVER.MAX_ITER)
+    if cfg.SOLVER.LR_SCHEDULER_NAME != "WarmupMultiStepLR":
+        return ()
+    return tuple(step for step in cfg.SOLVER.STEPS if step < cfg.SOLVER.MAX_ITER)

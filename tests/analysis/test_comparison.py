@@ -5,17 +5,13 @@ import json
 import math
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from qbheat_det.analysis import comparison
 from qbheat_det.analysis.comparison import (
-    WEIGHTS,
     Comparison,
-    Job,
     Row,
-    compare,
     list_rows,
     load_objectives,
     measure_row,
@@ -27,8 +23,9 @@ from qbheat_det.checkpoint import WeightsInfo
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from tests.engine.classifier_cases import make_classes
-from tests.tool_modules import load_tool, refuse
+from tests.tool_modules import TOOLS, load_tool, refuse
 
+JOBS = load_tool("comparison_jobs")
 QB_HEAT = get_config_path("objectives/qb_heat.yaml")
 
 
@@ -50,7 +47,6 @@ def ask(folders, tmp_path):
             train_folder=folders["train"],
             val_folder=folders["val"],
             output_dir=tmp_path / "out",
-            tools=Path("tools"),
             **{"seeds": [1], "epochs": 6.0, "probes": ["knn"]} | keywords,
         )
 
@@ -59,24 +55,30 @@ def ask(folders, tmp_path):
 
 def test_commands_are_those_that_a_person_would_type(ask, folders, tmp_path):
     opts = ["SOLVER.IMS_PER_BATCH", "8"]
-    rows = list_rows(ask("random", "qb_heat", seeds=[3, 1], opts=opts))
-    assert [(row.objective.name, row.seed, [job.stage for job in row.jobs]) for row in rows] == [
-        (name, seed, stages) for seed in (3, 1)
-        for name, stages in (("random", ["probes"]), ("qb_heat", ["pretraining", "probes"]))
-    ]  # fmt: skip
-    pretraining, probes = (job.command for job in rows[3].jobs)
+    compared = ask("random", "qb_heat", seeds=[3, 1], opts=opts)
+    rows = list_rows(compared)
+    jobs = [JOBS.plan_row(compared, row) for row in rows]
+    assert [(row.objective.name, row.seed) for row in rows] == [
+        ("random", 3),
+        ("qb_heat", 3),
+        ("random", 1),
+        ("qb_heat", 1),
+    ]
+    stages = [["probes"], ["pretraining", "probes"]]
+    assert [[job.stage for job in planned] for planned in jobs] == 2 * stages
+    pretraining, probes = (job.command for job in jobs[3])
     folder = tmp_path / "out" / "qb_heat" / "seed1"
     assert pretraining == [
-        *(sys.executable, "tools/train_net.py", "--config-file", QB_HEAT),
+        *(sys.executable, str(TOOLS / "train_net.py"), "--config-file", QB_HEAT),
         *("--images", folders["train"], "--output", str(folder / "pretraining")),
         *("--resume", "SEED", "1", "SOLVER.EPOCHS", "6.0", *opts),
     ]
-    assert probes[1] == "tools/probe_backbone.py"
+    assert probes[1] == str(TOOLS / "probe_backbone.py")
     assert (probes[-4], probes[-2:]) == ("--json", ["SEED", "1"])
-    assert str(folder / "pretraining" / WEIGHTS) in probes
-    random = rows[2].jobs[0].command
+    assert str(folder / "pretraining" / "model_final.safetensors") in probes
+    random = jobs[2][0].command
     assert (random[2:4], random[-4:]) == (["--random", "--config-file"], ["SEED", "1", *opts])
-    assert rows[3].jobs[0].settings["SOLVER.IMS_PER_BATCH"] == 8
+    assert jobs[3][0].settings["SOLVER.IMS_PER_BATCH"] == 8
 
 
 def test_other_encoders_and_images_are_refused(tmp_path):
@@ -119,18 +121,23 @@ class Steps:
     """Rows of jobs whose commands note their names in a file, in place of trainings."""
 
     def __init__(self, comparison, folder):
-        self.comparison, self.folder = comparison, folder
+        self.comparison = comparison
+        self.folder = folder
         self.rows = []
+        self.jobs = {}
 
     def add_row(self, name, **codes):
+        """Adds a row with a job for each code, and returns the jobs."""
         objective = replace(self.comparison.objectives[0], name=name)
-        row = Row(objective, 1, self.folder / name, [])
+        row = Row(objective, 1, self.folder / name)
+        jobs = []
         for stage, code in codes.items():
             note = f"open({str(self.folder / 'order')!r}, 'a').write('{name}/{stage} ')"
             command = [sys.executable, "-c", f"{note}; {code or 'pass'}"]
-            row.jobs.append(Job(f"{name} seed 1 {stage}", stage, row.folder, command, {"LR": 0.5}))
+            jobs.append(JOBS.Job(row, stage, command, {"LR": 0.5}))
         self.rows.append(row)
-        return row
+        self.jobs[name] = jobs
+        return jobs
 
     @property
     def order(self):
@@ -139,35 +146,36 @@ class Steps:
 
 @pytest.fixture
 def steps(ask, tmp_path, monkeypatch):
-    found = Steps(ask("qb_heat"), tmp_path)
-    monkeypatch.setattr(comparison, "list_rows", lambda comparison: found.rows)
-    monkeypatch.setattr(comparison, "write_report", lambda *args: "table")
-    return found
+    steps = Steps(ask("qb_heat"), tmp_path)
+    monkeypatch.setattr(JOBS, "list_rows", lambda _: steps.rows)
+    monkeypatch.setattr(JOBS, "plan_row", lambda _, row: steps.jobs[row.objective.name])
+    monkeypatch.setattr(JOBS, "write_report", lambda *_: "table")
+    return steps
 
 
 def test_jobs_run_once_in_order_and_a_failure_stops_its_row(steps):
-    row = steps.add_row("a", first="", second="")
+    first, _ = steps.add_row("a", first="", second="")
     steps.add_row("b", first="print('the reason'); raise SystemExit(3)", second="")
-    table, failed = compare(steps.comparison)
+    table, failed = JOBS.compare(steps.comparison)
     assert table == "table"
     assert sorted(failed) == ["b seed 1 first", "b seed 1 second"]
     assert "code 3" in failed["b seed 1 first"]
     assert "the reason" in failed["b seed 1 first"]
     assert [name for name in steps.order if name[0] == "a"] == ["a/first", "a/second"]
-    record = json.loads(row.jobs[0].record_file.read_text())
-    assert record["command"] == row.jobs[0].command
+    record = json.loads(first.record_file.read_text())
+    assert record["command"] == first.command
     (steps.folder / "order").unlink()
-    compare(steps.comparison)
+    JOBS.compare(steps.comparison)
     assert steps.order == ["b/first"]  # retries the failed job alone
     (steps.folder / "order").unlink()
-    row.jobs[0].record_file.unlink()
-    compare(steps.comparison)
+    first.record_file.unlink()
+    JOBS.compare(steps.comparison)
     assert steps.order[:2] == ["a/first", "a/second"]  # a new result makes later ones stale
 
 
 def test_results_of_other_settings_are_refused_with_the_key(steps):
-    (job,) = steps.add_row("a", only="").jobs
-    compare(steps.comparison)
+    (job,) = steps.add_row("a", only="")
+    JOBS.compare(steps.comparison)
     assert job.is_done()
     assert not replace(job, command=[*job.command, "more"]).is_done()
     assert replace(job, settings={"LR": 0.5, "NEW": 1}).is_done()

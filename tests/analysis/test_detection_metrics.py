@@ -38,17 +38,24 @@ def make_truth(boxes, crowds=()):
         "images": [{"id": i, "width": 100, "height": 100, "file_name": ""} for i in range(1, 5)],
         "categories": [{"id": k, "name": f"class{k}"} for k in (3, 7)],
         "annotations": [
-            {"id": i, "image_id": image, "category_id": k, "bbox": to_xywh(xyxy),
-             "iscrowd": int(i in crowds)}
+            {
+                "id": i,
+                "image_id": image,
+                "category_id": k,
+                "bbox": to_xywh(xyxy),
+                "iscrowd": int(i in crowds),
+            }
             for i, (image, k, xyxy) in enumerate(boxes)
         ],
-    }  # fmt: skip
+    }
 
 
-def make_found(boxes):
+def make_detections(boxes):
     """Results in COCO's format from image id, category id, XYXY and score each."""
-    return [{"image_id": i, "category_id": k, "bbox": to_xywh(xyxy), "score": score}
-            for i, k, xyxy, score in boxes]  # fmt: skip
+    return [
+        {"image_id": i, "category_id": k, "bbox": to_xywh(xyxy), "score": score}
+        for i, k, xyxy, score in boxes
+    ]
 
 
 def to_xywh(xyxy):
@@ -56,8 +63,8 @@ def to_xywh(xyxy):
     return [x0, y0, x1 - x0, y1 - y0]
 
 
-def judge(truth, found):
-    return find_errors(evaluate_boxes(truth, found))
+def judge(truth, detections):
+    return find_errors(evaluate_boxes(truth, detections))
 
 
 def list_kinds(judged):
@@ -67,14 +74,16 @@ def list_kinds(judged):
 
 def test_types_and_thresholds_by_hand():
     truth = make_truth([(1, 3, A), (1, 7, B), (1, 3, C)])
-    found = make_found([
-        (1, 3, A, 0.9),  # correct
-        (1, 3, [0, 0, 20, 18], 0.8),  # IoU 0.9 with A, which is taken
-        (1, 3, B, 0.7),  # of class 7
-        (1, 3, [0, 60, 20, 68], 0.6),  # 8 of C's 20 rows: IoU 0.4
-        (1, 7, [80, 0, 95, 15], 0.4),
-    ])  # fmt: skip
-    judged = judge(truth, found)
+    detections = make_detections(
+        [
+            (1, 3, A, 0.9),  # correct
+            (1, 3, [0, 0, 20, 18], 0.8),  # IoU 0.9 with A, which is taken
+            (1, 3, B, 0.7),  # of class 7
+            (1, 3, [0, 60, 20, 68], 0.6),  # 8 of C's 20 rows: IoU 0.4
+            (1, 7, [80, 0, 95, 15], 0.4),
+        ]
+    )
+    judged = judge(truth, detections)
     assert list_kinds(judged) == ["correct", "wrong", "wrong", "wrong", "wrong"]
     assert judged.matches.tolist() == [0, -1, -1]
     assert count_errors(judged, 0.0) == {"correct": 1, "wrong": 4, "missed": 2}
@@ -83,16 +92,17 @@ def test_types_and_thresholds_by_hand():
     assert find_missed_boxes(judged, 0.95).tolist() == [1, 0, 2]
 
     truth = make_truth([(1, 3, A), (1, 7, B)])
-    assert choose_threshold(judge(truth, make_found([(1, 7, A, 0.03), (1, 3, FAR, 0.02)]))) == 0.03
+    judged = judge(truth, make_detections([(1, 7, A, 0.03), (1, 3, FAR, 0.02)]))
+    assert choose_threshold(judged) == 0.03
     assert choose_threshold(judge(truth, [])) == 0.5
     # Detections on a crowd of their class are ignored, and do not change the threshold.
     truth = make_truth([(1, 3, A), (1, 3, C)], crowds=[1])
-    judged = judge(truth, make_found([(1, 3, A, 0.3), (1, 3, C, 0.9), (1, 3, FAR, 0.2)]))
+    judged = judge(truth, make_detections([(1, 3, A, 0.3), (1, 3, C, 0.9), (1, 3, FAR, 0.2)]))
     assert list_kinds(judged) == ["correct", "ignored", "wrong"]
     assert choose_threshold(judged) == 0.3
     # Beyond a hundred detections of an image and class none counts.
     many = [(1, 3, A, 1 - i / 1000) for i in range(103)]
-    kinds = list_kinds(judge(make_truth([(1, 3, A)]), make_found(many)))
+    kinds = list_kinds(judge(make_truth([(1, 3, A)]), make_detections(many)))
     assert kinds == ["correct"] + ["wrong"] * 99 + ["ignored"] * 3
 
 
@@ -112,12 +122,15 @@ def write_dataset(folder):
         Image.fromarray(pixels).save(folder / "images" / f"{index}.png")
     boxes = [(1, DISC, LEFT), (2, SQUARE, LEFT), (3, DISC, RIGHT)]
     content = {
-        "images": [{"id": i, "file_name": f"{i}.png", "width": 64, "height": 32}
-                   for i in (1, 2, 3)],
-        "annotations": [{"id": i, "image_id": i, "category_id": k, "bbox": box, "area": 1024,
-                         "iscrowd": 0} for i, k, box in boxes],
+        "images": [
+            {"id": i, "file_name": f"{i}.png", "width": 64, "height": 32} for i in (1, 2, 3)
+        ],
+        "annotations": [
+            {"id": i, "image_id": i, "category_id": k, "bbox": box, "area": 1024, "iscrowd": 0}
+            for i, k, box in boxes
+        ],
         "categories": [{"id": SQUARE, "name": "square"}, {"id": DISC, "name": "disc"}],
-    }  # fmt: skip
+    }
     (folder / "boxes.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
 
@@ -156,9 +169,13 @@ def test_metrics_of_inference_are_those_computed_by_hand(data, tmp_path):
     assert run["errors"] == {"correct": 1, "wrong": 2, "missed": 2}
     assert ["AP (%)", f"{AP_DISC / 2:.2f}"] in [list(row) for row in figure.table.rows]
     assert list(figure.images) == [
-        "ap", "predictions_1", "predictions_2", "predictions_3", "errors",
+        "ap",
+        "predictions_1",
+        "predictions_2",
+        "predictions_3",
+        "errors",
         "confusion",
-    ]  # fmt: skip
+    ]
     assert all(path.stat().st_size for path in write_figure(figure, tmp_path / "figures"))
 
 
@@ -188,7 +205,7 @@ def test_confusions_and_errors_by_image_are_those_counted_by_hand():
         return {"image_id": image, "category_id": category, "bbox": [x, 0, 10, 10], **rest}
 
     truth = [box(1, 1, 0), box(1, 2, 50), box(2, 2, 0), box(2, 1, 80)]
-    found = [
+    results = [
         box(1, 2, 1, score=0.9),  # on the first box, of the wrong class
         box(1, 2, 2, score=0.8),  # again: no box is left
         box(1, 2, 50, score=0.7),  # correct
@@ -200,7 +217,7 @@ def test_confusions_and_errors_by_image_are_those_counted_by_hand():
         "categories": [{"id": 1}, {"id": 2}],
         "annotations": truth,
     }
-    errors = find_errors(evaluate_boxes(content, found))
+    errors = find_errors(evaluate_boxes(content, results))
     assert count_confusions(errors, 0.5, 2).tolist() == [[0, 1, 1], [0, 1, 1], [1, 1, 0]]
     assert count_errors_by_image(errors, 0.5) == {1: 3, 2: 3}
 

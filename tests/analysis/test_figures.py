@@ -137,12 +137,18 @@ def test_instances_have_class_colors_scores_and_masks():
     mask = torch.zeros(1, 400, 400, dtype=torch.bool)
     mask[0, 200:300, 200:300] = True
     corners = torch.tensor([[150.0, 150.0, 350.0, 350.0]], requires_grad=True)
-    found = Instances((400, 400), pred_boxes=Boxes(corners), pred_classes=torch.tensor([1]),
-                      scores=torch.tensor([0.5]), pred_masks=mask)  # fmt: skip
-    truth = Instances((400, 400), gt_boxes=Boxes(corners), gt_classes=torch.tensor([1]),
-                      gt_masks=BitMasks(mask))  # fmt: skip
+    detections = Instances(
+        (400, 400),
+        pred_boxes=Boxes(corners),
+        pred_classes=torch.tensor([1]),
+        scores=torch.tensor([0.5]),
+        pred_masks=mask,
+    )
+    truth = Instances(
+        (400, 400), gt_boxes=Boxes(corners), gt_classes=torch.tensor([1]), gt_masks=BitMasks(mask)
+    )
     color = np.asarray(get_class_color(1))
-    pictures = [draw_instances(grey(400, 400), one, ["eel"]) for one in (found, truth)]
+    pictures = [draw_instances(grey(400, 400), one, ["eel"]) for one in (detections, truth)]
     for picture in pictures:
         np.testing.assert_array_equal(picture[250, 250], (54 + 0.4 * color).astype(np.uint8))
         np.testing.assert_array_equal(picture[310, 250], 90)
@@ -160,9 +166,9 @@ def test_classes_are_drawn_with_the_matrix_of_the_evaluator(tmp_path):
     evaluator.evaluate()
     (tmp_path / "run" / "metrics.json").touch()
     figure = draw_classes([Run.open(tmp_path / "run")], FigureOptions())
-    found = figure.data["runs"]["run"]
-    assert found["classes"] == names
-    np.testing.assert_array_equal(found["matrix"], evaluator.confusion)
+    data = figure.data["runs"]["run"]
+    assert data["classes"] == names
+    np.testing.assert_array_equal(data["matrix"], evaluator.confusion)
     assert figure.table.rows[0][1] == f"{100 * evaluator.confusion.trace() / 20:.2f}"
     (folder / "classification.json").unlink()
     with pytest.raises(NotApplicable, match=r"'run' has no .*classification\.json"):

@@ -60,12 +60,13 @@ def with_eigenvalues(values, seed=0):
 
 def test_energies_and_inverse_errors_are_those_by_hand():
     values = {"A1": [1.0, -2.0], "A2": [3.0, 0.5], "B1": [1.0, 1.5], "B2": [-2.0, 0.5]}
-    matrices = {name: with_eigenvalues(found) for name, found in values.items()}
-    found = describe_models({"centre": (0.25, matrices)})
-    assert_close(found.eigenvalues["centre"]["A1"].abs(), torch.tensor([2.0, 1.0]).double() / 0.25)
+    matrices = {name: with_eigenvalues(eigenvalues) for name, eigenvalues in values.items()}
+    spectrum = describe_models({"centre": (0.25, matrices)})
+    magnitudes = spectrum.eigenvalues["centre"]["A1"].abs()
+    assert_close(magnitudes, torch.tensor([2.0, 1.0]).double() / 0.25)
     # Both directions of an axis count: (3 + 3.5) / (2.5 + 2.5).
-    assert found.summary["energy_A_centre"] == pytest.approx(6.5 / 0.25)
-    assert found.summary["energy_ratio_centre"] == pytest.approx(6.5 / 5.0)
+    assert spectrum.summary["energy_A_centre"] == pytest.approx(6.5 / 0.25)
+    assert spectrum.summary["energy_ratio_centre"] == pytest.approx(6.5 / 5.0)
 
     identity = torch.eye(DIM, dtype=torch.float64)
     forth = 0.1 * draw(4)
@@ -96,9 +97,9 @@ def test_rotated_models_have_the_learned_singular_values_and_share_opposites():
         assert_close(torch.linalg.svdvals(one[name]), expected)
     offset, matrices = models["corner"]
     opposite = {"corner": (offset, {**matrices, "A2": -matrices["A1"]})}
-    _, found = rotate_models(opposite)["corner"]
-    assert torch.equal(found["A2"], -found["A1"])
-    assert not torch.equal(found["B2"], -found["B1"])
+    _, rotated = rotate_models(opposite)["corner"]
+    assert torch.equal(rotated["A2"], -rotated["A1"])
+    assert not torch.equal(rotated["B2"], -rotated["B1"])
 
 
 def test_linear_models_are_read_from_a_checkpoint(tmp_path):
@@ -133,8 +134,11 @@ def test_checkpoints_and_their_controls_have_rows(tiny, tmp_path):
     figure = draw_spectrum([earlier, run, detector, broken], FigureOptions())
     check_files(figure, tmp_path)
     assert [row[0] for row in figure.table.rows] == [
-        "early", "early, rotated", "qb_heat", "qb_heat, rotated"
-    ]  # fmt: skip
+        "early",
+        "early, rotated",
+        "qb_heat",
+        "qb_heat, rotated",
+    ]
     # The same matrices, scaled by 1/4: energies grow with them.
     early, late = (figure.data["rows"][row]["energy_A_centre"] for row in ("early", "qb_heat"))
     assert early == pytest.approx(late / 4, rel=1e-4)
@@ -166,10 +170,11 @@ def test_runs_are_compared_on_the_same_images_in_a_chart_for_each_map(tiny, phot
     runs.append(truncate(runs[0], tmp_path))
     figure = draw_correlation(runs, FigureOptions(images=photos), correlated_images=3)
     check_files(figure, tmp_path)
-    found = figure.data["runs"]
-    assert list(found) == ["masking", "untrained", "classifier", "retinanet"]
+    correlations = figure.data["runs"]
+    assert list(correlations) == ["masking", "untrained", "classifier", "retinanet"]
     assert "cut" in figure.data["left_out"][0]
-    assert [found[name]["map"] for name in ("masking", "retinanet")] == ["s16_expanded", "s16"]
+    assert correlations["masking"]["map"] == "s16_expanded"
+    assert correlations["retinanet"]["map"] == "s16"
     run = runs[0]
     image = crop_squares(run.cfg, [str(photos / "2.png")])[0]["image"]
 
@@ -178,10 +183,11 @@ def test_runs_are_compared_on_the_same_images_in_a_chart_for_each_map(tiny, phot
             maps = run.model.backbone(((image - run.model.pixel_mean) / run.model.pixel_std)[None])
         return float(measure_spatial_correlation(maps["s16_expanded"]))
 
-    assert found["masking"]["values"][2] == pytest.approx(measure(run), abs=1e-5)
+    assert correlations["masking"]["values"][2] == pytest.approx(measure(run), abs=1e-5)
     # An untrained encoder gets statistics of the images.
-    assert found["untrained"]["values"][2] != pytest.approx(measure(runs[1]), abs=1e-4)
-    assert [one["is_control"] for one in found.values()] == [False, True, False, False]
+    assert correlations["untrained"]["values"][2] != pytest.approx(measure(runs[1]), abs=1e-4)
+    is_control = [correlation["is_control"] for correlation in correlations.values()]
+    assert is_control == [False, True, False, False]
     first, second = (figure.images[f"histograms_{name}"] for name in ("s16_expanded", "s16"))
     assert b"untrained" in first.content
     assert b"retinanet" not in first.content
@@ -194,9 +200,9 @@ def backbone(tiny):
 
 
 def test_the_bridges_of_an_image_sum_to_one_over_pixels_and_over_tokens(backbone):
-    found = read_bridges(backbone, torch.randn(1, 3, 40, 56))
-    assert [block.number for block in found] == [2, 3, 4]
-    for block, stride in zip(found, (2, 4, 8), strict=True):
+    blocks = read_bridges(backbone, torch.randn(1, 3, 40, 56))
+    assert [block.number for block in blocks] == [2, 3, 4]
+    for block, stride in zip(blocks, (2, 4, 8), strict=True):
         size, half = (40 // stride, 56 // stride), (-(-20 // stride), -(-28 // stride))
         assert (block.to_former_stride, block.to_mobile_stride) == (stride, 2 * stride)
         assert block.to_former.shape == (1, 2, 6, *size)
@@ -212,8 +218,9 @@ def test_the_paper_s_blocks_are_chosen_of_its_networks_and_the_last_of_each_stag
         paper = MobileFormer(arch=MOBILE_FORMER_ARCHS["285M"], out_features=["s16"])
     assert choose_blocks(paper) == [3, 6, 10, 12]
     assert list(list_blocks(backbone).values())[1:] == [
-        ("stages.2.0", 4, 8), ("stages.3.0", 8, 16),
-    ]  # fmt: skip
+        ("stages.2.0", 4, 8),
+        ("stages.3.0", 8, 16),
+    ]
     assert choose_blocks(backbone) == [2, 3, 4]
     assert find_mobile_former(nn.Linear(1, 1)) is None
 
@@ -258,14 +265,19 @@ def test_each_run_has_a_grid_of_the_same_images(tiny, photos, tmp_path):
     check_files(figure, tmp_path)
     assert list(figure.images) == ["grid_1", "grid_2", "grid_3"]
     assert [Path(name).name for name in figure.data["images"]] == ["0.png", "1.png"]
-    found = figure.data["runs"]
-    for view, mean in found["qb_heat"]["mean_losses"].items():
-        assert mean == pytest.approx(fmean(row["loss"] for row in found["qb_heat"]["losses"][view]))
+    reconstructions = figure.data["runs"]
+    for view, mean in reconstructions["qb_heat"]["mean_losses"].items():
+        assert mean == pytest.approx(
+            fmean(row["loss"] for row in reconstructions["qb_heat"]["losses"][view])
+        )
     assert [row[0] for row in figure.table.rows] == ["qb_heat", "untrained", "masking"]
     assert figure.table.rows[2][1:3] == ("-", "-")
-    assert [name in text for name, text in zip(("cut", "retinanet"), figure.data["left_out"],
-                                               strict=True)]  # fmt: skip
+    assert [
+        name in text
+        for name, text in zip(("cut", "retinanet"), figure.data["left_out"], strict=True)
+    ]
     again = draw_reconstructions(runs[4:], options)
-    assert again.data["runs"]["masking"] == found["masking"]  # masks are drawn from the seed
+    # Masks are drawn from the seed.
+    assert again.data["runs"]["masking"] == reconstructions["masking"]
     with pytest.raises(NotApplicable, match="classifier"):
         draw_reconstructions([tiny.get("classifier")], options)

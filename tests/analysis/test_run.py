@@ -16,6 +16,7 @@ from qbheat_det.analysis.figures import Figure, Image, NotApplicable, Table
 from qbheat_det.analysis.report import FigureResult, write_page
 from qbheat_det.analysis.run import FigureOptions, Run, choose_images, open_runs, run_each
 from qbheat_det.core.errors import UserError
+from qbheat_det.tasks import CLASSIFICATION, DETECTION
 from tests.tool_modules import load_tool, refuse
 
 from ..engine.tiny_detectors import make_probe_config, make_retinanet_config, save_run
@@ -29,7 +30,7 @@ def test_a_folder_gives_its_final_or_last_checkpoint_config_and_metrics(tmp_path
     (tmp_path / "mine" / "metrics.json").write_text(odd + lines, encoding="latin-1")
     run = Run.open(tmp_path / "mine", device="cpu")
     assert (run.label, run.folder) == ("mine", tmp_path / "mine")
-    assert (run.kind, str(run.weights)) == ("detector", weights)
+    assert (run.task, str(run.weights)) == (DETECTION, weights)
     assert run.metrics == [{"iteration": 9, "lr": 0.1}]
     assert run.cfg.OUTPUT_DIR == str(tmp_path / "mine")
     stored = torch.load(weights, weights_only=True)["model"]
@@ -37,9 +38,9 @@ def test_a_folder_gives_its_final_or_last_checkpoint_config_and_metrics(tmp_path
     assert run.model is run.model
     assert not run.model.training
     assert not any(parameter.requires_grad for parameter in run.model.parameters())
-    run.require_kind("detector")
+    run.require_task(DETECTION)
     with pytest.raises(NotApplicable, match="mine"):
-        run.require_kind("classifier")
+        run.require_task(CLASSIFICATION)
 
     weights = Path(save_run(make_probe_config(), tmp_path / "run"))
     weights.rename(tmp_path / "run" / "model_0000009.pth")
@@ -47,7 +48,7 @@ def test_a_folder_gives_its_final_or_last_checkpoint_config_and_metrics(tmp_path
     assert Run.open(tmp_path / "run").weights.name == "model_0000009.pth"
     (tmp_path / "run" / "model_0000009.pth").unlink()
     young = Run.open(tmp_path / "run", device="cpu")
-    assert young.kind == "detector"
+    assert young.task is DETECTION
     with pytest.raises(NotApplicable, match="run"):
         _ = young.model
 
@@ -87,7 +88,7 @@ def test_broken_runs_are_left_out_with_their_label(tiny, tmp_path, caplog):
         return sum(1 for _ in run.model.parameters())
 
     results = run_each([new, cut, whole], compute, nothing="nothing")
-    assert list(results.found) == ["untrained"]
+    assert list(results.by_label) == ["untrained"]
     assert [label in text for label, text in zip(("'new'", "'cut'"), results.left_out, strict=True)]
     assert len(results.draw("name", "Title", (), {}).explanation) == 1
     warnings = [r.getMessage() for r in caplog.records if "left out" in r.msg]
@@ -164,8 +165,15 @@ def test_a_page_escapes_text_and_loads_nothing(tmp_path):
         tmp_path / "new" / "page.html", "<title>", "Lead.", Table((), []), results, command="a <b>"
     )
     text = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
-    for escaped in ("<h1>&lt;title&gt;</h1>", "S &amp; T", "x &lt; y", "a &lt;b&gt;", "\\udcff",
-                    "<figcaption>&lt;i&gt;", 'alt="&#34;a&#34;"'):  # fmt: skip
+    for escaped in (
+        "<h1>&lt;title&gt;</h1>",
+        "S &amp; T",
+        "x &lt; y",
+        "a &lt;b&gt;",
+        "\\udcff",
+        "<figcaption>&lt;i&gt;",
+        'alt="&#34;a&#34;"',
+    ):
         assert escaped in text
     assert not re.search(r'(src|href)="(?!data:|#)', text)
     assert "<script" not in text

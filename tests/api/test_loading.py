@@ -14,7 +14,7 @@ import torch
 from detectron2.structures import ImageList
 
 import qbheat_det
-from qbheat_det import model_zoo
+from qbheat_det import api, model_zoo
 from qbheat_det.api import Detector, Encoder
 from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
@@ -39,6 +39,27 @@ def test_a_zoo_name_is_a_detector_or_an_encoder_and_says_what_it_is(cells, encod
     assert "MobileFormer" in repr(encoder)
     with pytest.raises(UserError, match="is an encoder"):
         encoder.predict("photo.jpg")
+
+
+def test_weights_of_the_other_kind_are_refused(weights, encoder):
+    assert isinstance(api.load_detector(weights, device="cpu"), Detector)
+    assert isinstance(api.load_encoder(encoder.weights, device="cpu"), Encoder)
+    with pytest.raises(UserError, match="not a detector"):
+        api.load_detector(encoder.weights, device="cpu")
+    with pytest.raises(UserError, match="is a detector"):
+        api.load_encoder(weights, device="cpu")
+
+
+def test_the_backbone_of_any_model_is_written_as_weights_of_an_encoder(cells, encoder, tmp_path):
+    image = np.full((64, 96, 3), 90, np.uint8)
+    for number, model in enumerate((cells, encoder)):
+        path = tmp_path / f"{number}.safetensors"
+        model.export_backbone(path)
+        with pytest.raises(UserError, match=str(path)):
+            model.export_backbone(path)
+        outputs = api.load_encoder(path, device="cpu")(image)
+        if model is encoder:
+            torch.testing.assert_close(outputs, encoder(image), rtol=0, atol=0)
 
 
 def test_timms_networks_are_encoders(monkeypatch, tmp_path):

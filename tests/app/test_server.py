@@ -23,7 +23,7 @@ pytest.importorskip("fastapi", reason="the server needs FastAPI: pip install -e 
 from fastapi import HTTPException
 from fastapi.testclient import TestClient
 
-from qbheat_det.app.server import BatchQueue, Limits, _read_body, build_server, serve
+from qbheat_det.app.server import BatchQueue, Limits, build_server, read_body, serve
 from qbheat_det.core.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,9 +97,9 @@ def test_the_parts_of_a_body_count_together():
                 yield bytes(60_000)
 
     request = Parts()
-    assert asyncio.run(_read_body(request, Limits(megabytes=0.24))) == bytes(240_000)
+    assert asyncio.run(read_body(request, Limits(megabytes=0.24))) == bytes(240_000)
     with pytest.raises(HTTPException) as caught:
-        asyncio.run(_read_body(request, Limits(megabytes=0.2)))
+        asyncio.run(read_body(request, Limits(megabytes=0.2)))
     assert caught.value.status_code == 413
 
 

@@ -99,7 +99,7 @@ def test_the_encoder_of_the_zoo_shows_attention_and_reconstruction(tmp_path):
     image = tmp_path / "image.png"
     save(image, draw(90, 80))
     models = Models(device="cpu")
-    first = next(label for label, kind in models.kinds.items() if kind == "pretraining")
+    first = next(label for label, task in models.tasks.items() if task == "pretraining")
     gallery = uploads.draw_encoder(models.open_run(first), image, tmp_path)
     assert len(gallery) == 3  # two directions of attention, and the reconstructions
     assert all(PIL.Image.open(file).size[0] > 100 for file, _ in gallery)
@@ -108,8 +108,8 @@ def test_the_encoder_of_the_zoo_shows_attention_and_reconstruction(tmp_path):
 
 def test_own_models_come_first_and_only_known_ones_open():
     models = Models(["qbheat://retinanet/285M_bccd"])
-    assert next(iter(models.kinds)) == "retinanet/285M_bccd"
-    assert [label for label in models.kinds if label.startswith("timm/")] == []
+    assert next(iter(models.tasks)) == "retinanet/285M_bccd"
+    assert [label for label in models.tasks if label.startswith("timm/")] == []
     with pytest.raises(KeyError):
         models.open_detector("/etc/passwd")
     with pytest.raises(UserError, match="no-such-run"):

@@ -14,7 +14,7 @@ from PIL import Image
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import forget_annotations, open_source, read_annotations
+from qbheat_det.data import open_source, read_annotations
 from qbheat_det.data.datasets.account import MAX_LEFT_OUT, Account, LeftOut, join_accounts
 from qbheat_det.data.datasets.formats import FORMATS
 
@@ -266,7 +266,6 @@ def test_what_goes_in_is_used_or_named(tmp_path, name):
     for number in range(22):
         root = tmp_path / str(number)
         make_folder(root, chance, WRITERS[name])
-        forget_annotations()
         try:
             source = open_source(str(root))
             annotations = read_annotations(source.train)

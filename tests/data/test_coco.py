@@ -16,7 +16,6 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     Source,
     check_same_classes,
-    forget_annotations,
     open_source,
     read_annotations,
     register_coco_json,
@@ -43,7 +42,6 @@ GOOD = {
 
 @pytest.fixture(autouse=True)
 def _clean():
-    forget_annotations()
     yield
     forget_source(NAME)
 
@@ -66,7 +64,6 @@ def changed(change):
 def read(folder, content=GOOD):
     """Returns the annotations of a content."""
     json_file, image_root = write(folder, content)
-    forget_annotations()
     return read_annotations(Source("coco", json_file, image_root=image_root))
 
 
@@ -282,7 +279,6 @@ def test_a_sound_file_is_registered_as_it_is(tmp_path):
     json_file, image_root = write(tmp_path, GOOD)
     register_source(NAME, Source("coco", json_file, image_root=image_root))
     assert MetadataCatalog.get(NAME).json_file == json_file
-    forget_annotations()
     write(tmp_path, changed(annotation(bbox=[-3, 2, 9, 5])))
     register_source(NAME, Source("coco", json_file, image_root=image_root))
     assert MetadataCatalog.get(NAME).json_file != json_file
@@ -327,7 +323,6 @@ def test_images_alone_come_by_id_and_are_read_when_they_are_loaded(tmp_path):
     assert not (tmp_path / "set.json").exists()
     images = [{"id": 7, "file_name": "c.jpg"}, {"id": 3, "file_name": "a.jpg"}]
     write(tmp_path, {"images": images})
-    forget_annotations()
     assert DatasetCatalog.get(NAME) == [
         {"file_name": str(tmp_path / "images" / "a.jpg"), "image_id": 3},
         {"file_name": str(tmp_path / "images" / "c.jpg"), "image_id": 7},

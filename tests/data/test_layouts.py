@@ -6,24 +6,17 @@ import os
 import shutil
 
 import pytest
-from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data import DatasetCatalog
 from PIL import Image
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import forget_annotations, open_source, read_annotations, register_source
+from qbheat_det.data import open_source, read_annotations, register_source
 from qbheat_det.data.datasets.sources import forget_source
 
 from .format_cases import write
 
 BOXES = {(20, 30, 40, 50), (90, 20, 50, 60)}  # in every image of 160 x 120 pixels
 STEMS = "abcdef"
-
-
-@pytest.fixture(autouse=True)
-def _clean():
-    forget_annotations()
-    yield
-    forget_annotations()
 
 
 def write_images(folder, stems=STEMS, suffix=".jpg"):
@@ -587,7 +580,6 @@ def test_images_of_one_name_are_told_apart_by_their_folders(tmp_path):
     counts = [len(read_annotations(part).annotations) for part in (source.train, source.val)]
     assert counts == [4, 2]  # the label file b of train does not belong to b of val
     (tmp_path / "train/images/b.jpg").unlink()
-    forget_annotations()
     assert len(read_annotations(source.val).annotations) == 2
     (fault,) = read_annotations(source.train).account.faults
     assert (fault.item, fault.where) == ("label file", str(tmp_path / "train/labels/b.txt"))
@@ -633,7 +625,6 @@ def test_an_image_that_is_missing_does_not_get_its_namesake(tmp_path):
     write_yolo(yolo / "images/train", yolo / "labels/train", "ab")
     write(yolo / "val.txt", "images/val/a.jpg\n")
     write(yolo / "data.yaml", "train: images/train\nval: val.txt\nnames: [cat]\n")
-    forget_annotations()
     val = read_annotations(open_source(str(yolo)).val)
     assert not val.images
     assert val.account.faults[0].item == "missing image"
@@ -677,12 +668,11 @@ def test_images_of_both_parts_are_not_trained_on(tmp_path):
     write(tmp_path / "data.yaml", f"{head}val: images/val\n")
     source = open_source(str(tmp_path))
     account = read_annotations(source.train).account
-    assert account is read_annotations(source.val).account
+    assert account == read_annotations(source.val).account == source.account
     assert account.used == {"image": 9, "box": 18, "label file": 10}
     sizes = [len(read_annotations(part).images) for part in (source.train, source.val)]
     assert sizes == [6, 3]
     assert not account.faults
-    forget_annotations()
     write(tmp_path / "data.yaml", f"{head}val: images\n")  # as in files for quick checks
     source = open_source(str(tmp_path))
     assert source.val is None
@@ -733,14 +723,7 @@ def test_class_folders_account_for_all_that_is_beside_them(tmp_path):
     write(tmp_path / "readme.txt", "some words")
     write(tmp_path / "train/cat/phone.heic", "ftypheic")
     source = open_source(str(tmp_path))
-    names = ("classes train", "classes val")
-    for name, part in zip(names, (source.train, source.val), strict=True):
-        register_source(name, part)
-    accounts = [MetadataCatalog.get(name).account for name in names]
-    for name in names:
-        forget_source(name)
-    account, other = accounts
-    assert account is other
+    account = source.account
     assert account.used["image"] == 8
     kinds = sorted((one.item, one.kind) for one in account.left_out)
     assert kinds == [

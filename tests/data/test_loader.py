@@ -126,7 +126,7 @@ def test_streams_that_cannot_be_are_refused(monkeypatch):
     cfg = get_cfg()
     cfg.DATALOADER.SAMPLER_TRAIN = "RepeatFactorTrainingSampler"
     with pytest.raises(UserError, match=r"DATALOADER\.SAMPLER_TRAIN"):
-        build_train_stream(cfg)
+        build_train_stream(cfg, dataset(2))
 
 
 def test_a_stream_ends_when_more_than_half_of_its_files_are_broken():

@@ -11,7 +11,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from PIL import Image
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import forget_annotations, open_source, register_source, split_source
+from qbheat_det.data import open_source, register_source, split_source
 from qbheat_det.data.datasets.sources import forget_source
 from qbheat_det.data.datasets.splits import SeenImages, choose_val, fingerprint_images, read_split
 
@@ -24,7 +24,6 @@ NAME = "a source that is split"
 def _clean():
     yield
     forget_source(NAME)
-    forget_annotations()
 
 
 def test_a_fifth_is_held_out_in_the_proportions_of_the_classes():

@@ -109,7 +109,7 @@ READERS = {
     "Pillow's decoded image": _read_loaded,
     "prediction": lambda path: next(open_images(path)).image,
     "an open file": _decode,
-    "the figure of detections": lambda path: detections._read(
+    "the figure of detections": lambda path: detections._read_image(
         SimpleNamespace(image_root=Path()), {"file_name": path}
     ),
     "contact sheet": lambda path: np.array(draw_image(SimpleNamespace(boxes={}), path, side=99)),

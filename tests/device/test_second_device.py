@@ -70,25 +70,25 @@ ALLOWED = {
         # Detectron2's anchors and losses, and torchvision's GIoU, choose by masks.
         "backward",
         "modeling/retinanet.py SyncRetinaNet.label_anchors, *",
-        "modeling/dense.py SyncNormalizer.losses, *",
+        "modeling/loss_normalizer.py SyncNormalizer.losses, *",
         "modeling/*.py *, _utils._loss_inter_union",
-        # Positives, and locations that learn from a teacher, are chosen by masks.
-        "modeling/dense.py DenseTeacherLoss.__call__",
-        # How many locations learn from a teacher depends on the positives of the last steps.
-        "modeling/dense.py SyncNormalizer.pseudo_labels",
+        # Positives, and locations that learn from the mean teacher, are chosen by masks.
+        "modeling/dense_pseudo_labels.py DensePseudoLabelLoss.__call__",
+        # How many locations learn from the mean teacher depends on the positives of the last steps.
+        "modeling/dense_pseudo_labels.py SemiSupervisedDetector.pseudo_labels",
         "modeling/retinanet.py SyncRetinaNet.losses",
     },
     "evaluation": {
         # Results are read.
         "engine/evaluation.py Evaluation._evaluate, *.to",
-        "evaluation/__init__.py HeldOutLossEvaluator.process",
+        "evaluation/held_out_loss.py HeldOutLossEvaluator.process",
         "evaluation/classification.py ClassificationEvaluator.process",
-        "modeling/pretrain/qb_heat.py QBHeat.in_order",
+        "modeling/pretrain/qb_heat.py VisibleQuarters.restore_order",
         # Detectron2's images come one by one, and are not pinned.
-        "modeling/dense.py SyncNormalizer.preprocess_image, *",
+        "modeling/loss_normalizer.py SyncNormalizer.preprocess_image, *",
         # Detectron2's boxes are checked, and chosen by masks.
-        "modeling/dense.py SyncNormalizer.forward, *",
-        "modeling/detr/mf_detr.py MFDETR.forward, *",
+        "modeling/loss_normalizer.py SyncNormalizer.forward, *",
+        "modeling/detr/mf_detr.py MFDETR.resize_detections, *",
         "modeling/detr/mf_detr.py MFDETR.inference, boxes.clip",
     },
 }

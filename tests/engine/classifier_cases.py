@@ -2,9 +2,8 @@
 """Tiny classifiers from the command line's flags."""
 
 from qbheat_det.config import get_config_path
-from qbheat_det.engine import build_config
 from tests.engine.tiny_pretraining import make_folder
-from tests.engine.tiny_training import parse_run, read_opts, train_recipe
+from tests.engine.tiny_training import build_config, parse_run, read_opts, train_recipe
 
 RECIPE = get_config_path("objectives/supervised.yaml")
 OPTS = read_opts("""

@@ -115,9 +115,9 @@ def run_case(case, device="cpu"):
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     model = build_case(case, device)
     batches = [[make_image(index) for index in batch] for batch in case.batches]
-    teacher = None
+    mean_teacher = None
     if case.is_taught:
-        teacher = MeanTeacher(build_case(case, device).eval(), precision=None)
+        mean_teacher = MeanTeacher(build_case(case, device).eval(), precision=None)
         for image in itertools.chain(*batches):
             other = make_image((int(image["label"]) + 3) % len(NUM_BOXES))
             image[UNLABELLED] = [{"image": other["image"], STRONG: other["image_key"]}]
@@ -126,11 +126,11 @@ def run_case(case, device="cpu"):
         batches,
         accumulate=case.accumulate,
         batch_statistics=case.batch_statistics,
-        teacher=teacher,
+        mean_teacher=mean_teacher,
     )
 
 
-def take_steps(model, batches, *, accumulate=1, batch_statistics=False, teacher=None):
+def take_steps(model, batches, *, accumulate=1, batch_statistics=False, mean_teacher=None):
     """Takes a step of each batch, of which this process has its share, without learning.
 
     Returns:
@@ -147,7 +147,7 @@ def take_steps(model, batches, *, accumulate=1, batch_statistics=False, teacher=
         torch.optim.SGD(model.parameters(), lr=0.0),
         batch_size=len(batches[0]),
         accumulate=accumulate,
-        teacher=teacher,
+        mean_teacher=mean_teacher,
     )
     for norm in norms:
         norm.train(batch_statistics)

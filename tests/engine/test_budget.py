@@ -10,11 +10,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from qbheat_det.config import dump_config
+from qbheat_det.config import dump_config, load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine import RunFlags, plan
-from qbheat_det.engine.plan import find_first_stage, plan_run
-from qbheat_det.engine.setup import build_config
+from qbheat_det.engine import RunFlags, assemble_run, minutes
 
 SETUP, EVALUATION = 10.0, 2.0  # seconds, of each run and of each epoch
 STEP = 8.0  # seconds of an epoch's steps at the recipe's 384 pixels
@@ -39,13 +37,20 @@ def measure(cfg, *_, larger=1, **__):
 
 @pytest.fixture
 def flags(few_data, tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "dry_run", measure)
-    monkeypatch.setattr(plan, "gc", Mock())  # nothing to collect, which would take a while
+    monkeypatch.setattr(minutes, "dry_run", measure)
+    monkeypatch.setattr(minutes, "gc", Mock())  # nothing to collect, which would take a while
     clock = itertools.count(step=PLANNING)
-    monkeypatch.setattr(plan, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setattr(plan, "count_epochs", lambda cfg, _: cfg.SOLVER.EPOCHS)
+    monkeypatch.setattr(minutes, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(minutes, "count_epochs", lambda cfg, _: cfg.SOLVER.EPOCHS)
     file = str(few_data / "annotations.json")
     return RunFlags(data=file, val=file, output=str(tmp_path / "run"), opts=["SEED", "1"])
+
+
+def fit(flags, **changes):
+    """Returns the planned stages, and the explanation of the plan."""
+    flags = dataclasses.replace(flags, **changes)
+    stages = minutes.fit_minutes(assemble_run(flags), flags, lambda cfg, fill: None)
+    return stages, stages[0].title.splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -53,46 +58,46 @@ def flags(few_data, tmp_path, monkeypatch):
     [
         (140, 256, 10.0 * (256 / 384) ** 2, 384),  # 14.2 epochs after the first stage
         (160, 288, 10.0 * (288 / 384) ** 2, 512),
-        (240, None, 10.0, 672),
+        (240, 384, 10.0, 672),
         (400, 512, 10.0 * (512 / 384) ** 2, 672),
         (2000, 672, 10.0 * (672 / 384) ** 2, 672),
     ],
 )
 def test_the_largest_images_with_enough_epochs_fill_the_time(flags, seconds, size, each, twice):
-    flags.minutes = seconds / 60
-    chosen, summary = plan_run(flags, lambda cfg: None)
-    assert chosen.image_size == size
+    (first, last), summary = fit(flags, minutes=seconds / 60)
+    assert first.cfg.SOLVER.EPOCHS == USUAL_FIRST
+    epochs = last.cfg.SOLVER.EPOCHS
     expected = min((0.95 * seconds - FIRST - SETUP - PLANNING) / each, 3 * USUAL)
-    assert chosen.epochs == pytest.approx(expected, abs=0.05)
-    assert f"--epochs {chosen.epochs:g}" in summary
+    assert epochs == pytest.approx(expected, abs=0.05)
+    assert last.cfg.SOLVER.MIN_ITER == 0
+    assert max(last.cfg.INPUT.MIN_SIZE_TRAIN) == size
+    assert f"--epochs {epochs:g}" in summary
+    assert (f"--image-size {size} after" in summary) == (size != 384)
     assert summary.endswith(f" --image-size {twice}")
-    cfg = build_config(chosen)
-    assert cfg.SOLVER.EPOCHS == chosen.epochs
-    assert max(cfg.INPUT.MIN_SIZE_TRAIN) == (size or 384)
 
 
 def test_images_that_are_slower_than_their_area_says_are_smaller(flags, monkeypatch):
-    monkeypatch.setattr(plan, "dry_run", functools.partial(measure, larger=2))
-    flags.minutes = 400 / 60
-    chosen, _ = plan_run(flags, lambda cfg: None)
-    assert chosen.image_size is None  # 384
+    monkeypatch.setattr(minutes, "dry_run", functools.partial(measure, larger=2))
+    (_, last), _ = fit(flags, minutes=400 / 60)
+    assert max(last.cfg.INPUT.MIN_SIZE_TRAIN) == 384
     expected = (0.95 * 400 - FIRST - SETUP - PLANNING) / 10
-    assert chosen.epochs == pytest.approx(expected, abs=0.05)
+    assert last.cfg.SOLVER.EPOCHS == pytest.approx(expected, abs=0.05)
 
 
 def test_short_of_time_a_run_has_only_its_first_stage(flags):
-    flags.minutes, flags.batch = 60 / 60, 4  # leaves nothing for the second stage
-    chosen, summary = plan_run(flags, lambda cfg: None)
-    assert chosen.batch is None  # it was for the second stage
-    assert chosen.config_file == "custom/cached_retinanet_lite0_probe.yaml"
+    (stage,), summary = fit(flags, minutes=60 / 60, batch=4)
+    recipe = "custom/cached_retinanet_lite0_probe.yaml"
+    assert stage.cfg.SOLVER.IMS_PER_BATCH == load_config(recipe).SOLVER.IMS_PER_BATCH
+    assert stage.cfg.MODEL.CACHE_FEATURES.ENABLED
+    assert str(stage.folder) == flags.output
     expected = (0.95 * 60 - SETUP - PLANNING) / (EVALUATION + CACHED_STEP)
-    assert chosen.epochs == pytest.approx(expected, abs=0.05)
-    assert chosen.config_file in summary
+    assert stage.cfg.SOLVER.EPOCHS == pytest.approx(expected, abs=0.05)
+    assert recipe in summary
     assert summary.endswith("Twice the time allows --epochs 10 --image-size 256")
-    assert find_first_stage(chosen) is None
-    stop(build_config(chosen))
-    flags.resume, flags.minutes = True, 50
-    assert plan_run(flags, lambda cfg: None)[0] == dataclasses.replace(chosen, resume=True)
+    stop(stage.cfg)
+    (resumed,), _ = fit(flags, minutes=50, batch=4, resume=True)
+    assert dump_config(resumed.cfg) == dump_config(stage.cfg)
+    assert resumed.resume
 
 
 def stop(cfg):
@@ -108,19 +113,17 @@ def test_a_finished_first_stage_is_not_planned_again(flags):
     first = Path(flags.output) / "first_stage" / "model_final.safetensors"
     first.parent.mkdir(parents=True)
     first.touch()
-    flags.minutes, flags.resume = 60 / 60, True
-    chosen, _ = plan_run(flags, lambda cfg: None)
-    assert (chosen.config_file, chosen.image_size) == ("", 256)
+    (_, last), _ = fit(flags, minutes=60 / 60, resume=True)
+    assert max(last.cfg.INPUT.MIN_SIZE_TRAIN) == 256
 
 
 def test_given_flags_stay_and_a_resumed_run_keeps_its_plan(flags):
-    flags.minutes, flags.image_size = 5, 160
-    chosen, _ = plan_run(flags, lambda cfg: None)
-    assert chosen.image_size == 160
-    stop(build_config(chosen))
-    flags.resume, flags.image_size, flags.minutes = True, None, 50
-    resumed, _ = plan_run(flags, lambda cfg: None)
-    assert (resumed.image_size, resumed.epochs) == (160, chosen.epochs)
+    (_, last), _ = fit(flags, minutes=5, image_size=160)
+    assert max(last.cfg.INPUT.MIN_SIZE_TRAIN) == 160
+    stop(last.cfg)
+    (resumed,), _ = fit(flags, minutes=50, resume=True)
+    assert max(resumed.cfg.INPUT.MIN_SIZE_TRAIN) == 160
+    assert resumed.cfg.SOLVER.EPOCHS == last.cfg.SOLVER.EPOCHS
 
 
 @pytest.mark.parametrize(
@@ -132,17 +135,14 @@ def test_given_flags_stay_and_a_resumed_run_keeps_its_plan(flags):
     ],
 )  # fmt: skip
 def test_a_plan_that_cannot_be_made_is_a_sentence(flags, change, named):
-    flags.minutes = 5
-    for name, value in change.items():
-        setattr(flags, name, value)
     with pytest.raises(UserError) as error:
-        plan_run(flags, lambda cfg: None)
+        fit(flags, **{"minutes": 5, **change})
     assert named in str(error.value)
 
 
 def test_slow_steps_end_with_the_time(flags, monkeypatch):
-    monkeypatch.setattr(plan, "dry_run", lambda cfg, build, num_steps: build(cfg))
+    monkeypatch.setattr(minutes, "dry_run", lambda cfg, build, num_steps: build(cfg))
     trainer = SimpleNamespace(register_hooks=lambda hooks: [one.after_step() for one in hooks * 9])
-    flags.minutes = 8 / 60  # eight of the clock's seconds
+    flags = dataclasses.replace(flags, minutes=8 / 60)  # eight of the clock's seconds
     with pytest.raises(UserError, match="--minutes"):
-        plan_run(flags, lambda cfg: trainer)
+        minutes.fit_minutes(assemble_run(flags), flags, lambda cfg, fill: trainer)

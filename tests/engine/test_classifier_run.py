@@ -9,7 +9,6 @@ import torch
 
 from qbheat_det.checkpoint import class_names_of
 from qbheat_det.config import get_config_path
-from qbheat_det.data import build_train_stream
 from qbheat_det.engine import Trainer, evaluate
 
 from .classifier_cases import configure, make_classes, train
@@ -96,7 +95,7 @@ def test_classes_come_from_the_training_folder_and_labels_from_their_names(folde
     assert cfg.MODEL.CLASS_NAMES == ["ape", "bee", "cat", "dog"]
     assert cfg.MODEL.CLASSIFIER.NUM_CLASSES == 4
     assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("custom_labelled_train",), (VAL,))
-    assert build_train_stream(cfg).num_images == 12
+    assert Trainer.build_train_loader(cfg).num_images == 12
     entries = [entry for batch in Trainer.build_test_loader(cfg, VAL) for entry in batch]
     assert labels_of(entries) == {("bee", 1), ("cat", 2), ("dog", 3)}
     assert len(entries) == 7

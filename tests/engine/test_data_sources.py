@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Flags that name data: sets that they make, what is refused, and what an older run left."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -8,15 +9,14 @@ from pathlib import Path
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
-from qbheat_det.config import get_cfg, get_config_path
+from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import SeenImages, Source, build_train_stream
-from qbheat_det.engine import RunFlags, build_config, setup
-from qbheat_det.engine.data_sources import _split
+from qbheat_det.data import Source
+from qbheat_det.engine import RunFlags, Trainer, setup
 
 from .classifier_cases import make_classes
 from .tiny_pretraining import RECIPE, make_folder
-from .tiny_training import CONFIG, parse_run
+from .tiny_training import CONFIG, assemble, build_config, parse_run
 
 PRETRAIN = "INPUT.DATASET_MAPPER_NAME pretrain DATALOADER.ASPECT_RATIO_GROUPING False"
 CLASSIFY = get_config_path("objectives/supervised.yaml")
@@ -39,19 +39,20 @@ def folders(tmp_path, monkeypatch):
 
 
 def configure(words, config=CONFIG):
-    args = parse_run(config, {}, *words.split())
-    return build_config(args)
+    return assemble(parse_run(config, {}, *words.split())).cfg
 
 
 def test_folders_are_all_that_is_trained_on_and_are_recorded(tmp_path):
     older = "DATASETS.TEST ('custom_val_images',)"  # a set that another run's flags made
-    cfg = configure(f"--images one --images two {older} {PRETRAIN}")
+    words = f"--images one --images two {older} {PRETRAIN}"
+    stage = assemble(parse_run(CONFIG, {}, *words.split()))
+    cfg = stage.cfg
     assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("custom_images",), ())
     assert cfg.MODEL.CLASS_NAMES == []
-    assert build_train_stream(cfg).num_images == 5
+    assert Trainer.build_train_loader(cfg).num_images == 5
     folders = [str(tmp_path / name) for name in ("one", "two")]
-    source = MetadataCatalog.get("custom_images").source
-    assert source == Source("images", folders[0], folders=tuple(folders), labelled=False)
+    (data_set,) = stage.data.given
+    assert data_set.source == Source("images", folders[0], folders=tuple(folders), labelled=False)
 
 
 def test_an_annotation_file_gives_its_images_without_a_set_to_evaluate_on():
@@ -145,9 +146,9 @@ def test_labels_without_some_of_the_classes_to_evaluate_train_on_all_of_them(tin
 def test_a_fifth_is_held_out_written_down_and_the_same_on_resume(tmp_path):
     make_classes(Path("MANY"), {"ape": 10, "bee": 5})
     words = f"--data MANY --output {tmp_path}/run SEED"
-    args = parse_run(CLASSIFY, {}, *words.split()[:-1])
-    cfg = configure(f"{words} 1", CLASSIFY)
-    setup(cfg, args)
+    stage = assemble(parse_run(CLASSIFY, {}, *f"{words} 1".split()))
+    cfg = stage.cfg
+    setup(stage)
     split = json.loads(Path("run/split.json").read_text())
     assert [len(split[part]) for part in ("train", "val")] == [12, 3]
 
@@ -157,27 +158,25 @@ def test_a_fifth_is_held_out_written_down_and_the_same_on_resume(tmp_path):
 
     first = held_out(cfg)
     assert first == {f"{tmp_path}/MANY/{name}" for name in split["val"]}
-    assert build_train_stream(cfg).num_images == 12
-    own = MetadataCatalog.get("custom_labelled_val").source
-    assert (own.split_file, own.split_part) == (f"{tmp_path}/run/split.json", "val")
+    assert Trainer.build_train_loader(cfg).num_images == 12
+    source = stage.data.given[1].source
+    assert (source.split_file, source.split_part) == (f"{tmp_path}/run/split.json", "val")
     assert held_out(configure(f"{words} 1", CLASSIFY)) == first
     assert held_out(configure(f"{words} 2", CLASSIFY)) != first
     assert held_out(configure(f"--resume {words} 2", CLASSIFY)) == first
     assert configure(f"{words} 1 DATASETS.VAL_FRACTION 0", CLASSIFY).DATASETS.TEST == ()
 
 
-def test_the_second_stage_holds_out_the_images_of_the_first():
+def test_a_run_that_was_stopped_in_its_first_stage_keeps_its_split():
     make_classes(Path("MANY"), {"ape": 10, "bee": 5})
-    cfg, flags = get_cfg(), RunFlags(data="MANY")
-    cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS = "run", "run/first_stage/model_final.safetensors"
-    source = Source("classes", "MANY", folders=("MANY",))
-    earlier = {**_split(cfg, flags, source, SeenImages()), "data": "before images were added"}
+    flags = RunFlags(config_file=CLASSIFY, data="MANY", output="run", opts=["SEED", 1])
+    split = assemble(flags).data.split
+    earlier = {**split, "train": split["train"][:-1]}  # before an image was added
     file = Path("run/first_stage/split.json")
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(earlier))
-    assert _split(cfg, flags, source, SeenImages()) == earlier
-    cfg.MODEL.WEIGHTS = "other/first_stage/model_final.safetensors"
-    assert _split(cfg, flags, source, SeenImages()) != earlier
+    assert assemble(flags).data.split == split
+    assert assemble(dataclasses.replace(flags, resume=True)).data.split == earlier
 
 
 RETINANET = "quick_schedules/retinanet_285M_cells.yaml"

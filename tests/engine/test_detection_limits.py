@@ -10,10 +10,11 @@ from detectron2.modeling import build_model
 from detectron2.utils import logger as detectron2_logger
 
 from qbheat_det.config import get_cfg
-from qbheat_det.engine import build_config
 from qbheat_det.engine.detection_limits import fit_detection_limits
+from qbheat_det.engine.run_data import RunData, count_objects
+from qbheat_det.tasks import DETECTION
 
-from .tiny_training import parse
+from .tiny_training import build_config, parse
 
 CHANGED = {
     "TEST.DETECTIONS_PER_IMAGE": 1800,
@@ -43,22 +44,18 @@ def register():
 
 
 def fit(train=(), test=(), given=(), eval_only=False, **keys):
-    """Returns the keys that change, with their new values, and the config."""
+    """Returns the keys that change, with their new values."""
     cfg = get_cfg()
-    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = tuple(train), tuple(test)
     opts = [word for pair in {**keys, **dict(given)}.items() for word in pair]
     cfg.merge_from_list(opts)
-    before = cfg.clone()
     detectron2_logger._LOG_COUNTER.clear()  # the same message is logged again
-    fit_detection_limits(cfg, dict(given), eval_only=eval_only)
-    found = {}
-    for key in (*CHANGED, QUERIES):
-        old, new = before, cfg
-        for part in key.split("."):
-            old, new = old[part], new[part]
-        if new != old:
-            found[key] = new
-    return found
+    data = RunData(DETECTION, tuple(train), tuple(test))
+    return fit_detection_limits(
+        cfg,
+        dict(given),
+        max_objects_train=0 if eval_only else count_objects(data, data.train),
+        max_objects_test=count_objects(data, data.test),
+    )
 
 
 def test_limits_follow_the_image_with_most_objects(register, caplog):

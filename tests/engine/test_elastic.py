@@ -16,7 +16,7 @@ from detectron2.engine import HookBase
 from torch.distributed import TCPStore
 
 from qbheat_det.core.errors import Interrupted
-from qbheat_det.engine.resume import read_run_record
+from qbheat_det.engine.run_record import read_run_record
 
 from . import tiny_training
 from .processes import make_args, run_in_processes

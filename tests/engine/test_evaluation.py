@@ -18,13 +18,13 @@ from qbheat_det.checkpoint import ExactCheckpointer, info_of
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper, register_coco_json
-from qbheat_det.engine import Trainer, build_config, evaluate
+from qbheat_det.engine import Trainer, evaluate
 from qbheat_det.engine.evaluation import Evaluation
 from qbheat_det.engine.hooks import SKIPPED_FILE, SkippedImages
 from tests.toy_set import draw_toy_set
 
 from .tiny_pretraining import OPTS, RECIPE, make_folder
-from .tiny_training import forget_runs, parse, parse_run, start_run
+from .tiny_training import build_config, forget_runs, parse, parse_run, start_run
 
 
 class Oracle(nn.Module):

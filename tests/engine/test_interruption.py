@@ -13,15 +13,14 @@ import pytest
 from detectron2.utils import comm
 
 from qbheat_det.core.errors import Interrupted, UserError, exit_on_user_error
-from qbheat_det.engine import RunFlags
 from qbheat_det.engine.hooks import EvalHook
-from qbheat_det.engine.resume import decide_to_resume
+from qbheat_det.engine.run_record import find_start
 from qbheat_det.engine.step import StepTrainer
 
 from . import tiny_training
 from .processes import make_args, run_in_processes
 from .test_resume import assert_same_bits
-from .tiny_training import CONFIG, losses, state
+from .tiny_training import losses, state
 
 
 def signal_at(iteration, patch, *numbers, rank=0, during="step"):
@@ -191,10 +190,9 @@ def test_a_run_continues_by_itself_under_the_launch_that_began_it(
     if checkpoint:
         (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
-    flags = RunFlags(config_file=CONFIG, output=str(tmp_path), resume=flag)
-    assert decide_to_resume(flags) == expected
+    assert find_start(tmp_path, asked=flag).resume == expected
     if not (checkpoint and expected):
         return
     monkeypatch.setattr(comm, "all_gather", lambda own: [own, ("", False)])
     with pytest.raises(UserError, match=str(tmp_path)):
-        decide_to_resume(flags)
+        find_start(tmp_path, asked=flag)

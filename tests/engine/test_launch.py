@@ -10,17 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from detectron2.data import DatasetCatalog
+from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.modeling import Backbone
 from detectron2.utils import comm
 from torch.multiprocessing.spawn import ProcessRaisedException
 
+from qbheat_det.config import with_values
 from qbheat_det.core.errors import Interrupted, UserError, exit_on_user_error
 from qbheat_det.data import register_coco_json
 from qbheat_det.engine import Trainer, launch, run_distributed
 from qbheat_det.engine.dry_run import dry_run
-from qbheat_det.engine.setup import use_classes_of
 from qbheat_det.engine.step import StepTrainer
+from qbheat_det.tasks import DETECTION
 from tests.servers import free_port
 
 from .processes import make_args, torchrun_environment
@@ -39,8 +40,9 @@ def cfg(tmp_path, tiny_data):
     cfg.SOLVER.MAX_ITER = 16
     cfg.SOLVER.CHECKPOINT_PERIOD = cfg.TEST.EVAL_PERIOD = 8
     cfg.OUTPUT_DIR = str(tmp_path / "runs" / "first")
-    use_classes_of(cfg, "dry")
-    return cfg
+    DatasetCatalog.get("dry")  # Detectron2 reads the names of the classes
+    names = MetadataCatalog.get("dry").thing_classes
+    return with_values(cfg, DETECTION.get_class_values(names, range(len(names))))
 
 
 def test_the_forecast_is_that_of_a_real_run_and_nothing_is_left_behind(cfg):

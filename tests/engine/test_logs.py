@@ -15,7 +15,7 @@ from qbheat_det.core import environment
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import logs
 from qbheat_det.engine.logs import PeriodicWriter, drop_metrics_from
-from qbheat_det.engine.resume import find_duration, record_start
+from qbheat_det.engine.run_record import find_duration, record_start
 
 from .tiny_training import forget_runs
 
@@ -103,7 +103,7 @@ def git(folder, *arguments):
 
 def test_a_start_that_ends_after_a_later_one_began_has_its_own_duration(tmp_path):
     cfg = make_config(tmp_path)
-    earlier, later = record_start(cfg), record_start(cfg)
+    earlier, later = record_start(cfg, {}), record_start(cfg, {})
     later(4.0)
     earlier(3.0)
     starts = json.loads((tmp_path / "run.json").read_text())
@@ -114,13 +114,13 @@ def test_every_start_adds_an_entry_without_the_environment(tmp_path, monkeypatch
     monkeypatch.setenv("WANDB_API_KEY", "a-secret-of-mine")
     monkeypatch.setattr(sys, "argv", ["train_net.py", "SEED", "1"])
     cfg = make_config(tmp_path / "new")
-    record_start(cfg, seed=1)(60.0)
+    record_start(cfg, {}, seed=1)(60.0)
     assert find_duration(tmp_path / "new") == 60
-    stop = record_start(cfg, resumed_from="model_0000019.pth", seed=1)
+    stop = record_start(cfg, {}, resumed_from="model_0000019.pth", seed=1)
     assert find_duration(tmp_path / "new") is None  # the start may have been killed
     stop(5.04)
     first_stage = make_config(tmp_path / "new" / "first_stage")
-    record_start(first_stage)(10.0)
+    record_start(first_stage, {})(10.0)
     assert find_duration(tmp_path / "new") == 75
     text = (tmp_path / "new" / "run.json").read_text()
     assert "a-secret-of-mine" not in text
@@ -139,7 +139,7 @@ def test_another_run_json_is_left_alone(tmp_path, content):
     path = tmp_path / "run.json"
     path.write_text(content)
     with pytest.raises(UserError, match=r"run\.json"):
-        record_start(make_config(tmp_path))
+        record_start(make_config(tmp_path), {})
     assert path.read_text() == content
 
 

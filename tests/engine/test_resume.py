@@ -16,10 +16,11 @@ from torch.utils._pytree import tree_leaves_with_path
 from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.config import get_cfg, get_config_path, load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine import RunFlags
+from qbheat_det.engine import RunFlags, assemble_evaluation
 from qbheat_det.engine.hooks import SKIPPED_FILE
 from qbheat_det.engine.logs import warn_of_weights
-from qbheat_det.engine.resume import check_same_config, check_same_images, check_start
+from qbheat_det.engine.resume import check_same_config, check_same_images
+from qbheat_det.engine.run_record import check_start, find_start
 from qbheat_det.engine.step import StepTrainer
 
 from . import tiny_training
@@ -199,9 +200,6 @@ def test_a_resumed_run_has_the_images_that_it_began_with():
         (("checkpoint",), (), "", "model_0000001.pth"),
         (("tag", "checkpoint"), ("resume",), "began.pth", ""),
         (("tag", "checkpoint"), ("resume",), "w.pth", "MODEL.WEIGHTS 'w.pth'"),
-        (("tag", "checkpoint"), ("eval_only",), "w.pth", ""),
-        (("tag", "checkpoint"), ("eval_only", "resume"), "", ""),
-        (("tag", "checkpoint"), ("eval_only", "resume"), "w.pth", "MODEL.WEIGHTS 'w.pth'"),
     ],
 )
 def test_resuming_and_starting_are_never_mixed(tmp_path, files, flags, weights, refused):
@@ -210,18 +208,18 @@ def test_resuming_and_starting_are_never_mixed(tmp_path, files, flags, weights, 
         (tmp_path / "config.yaml").write_text("MODEL: {WEIGHTS: began.pth}")
     if "tag" in files:
         (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
-    cfg = get_cfg()
-    cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS = str(tmp_path), weights
-    args = RunFlags(
-        opts=["MODEL.WEIGHTS", weights] if weights else [],
-        resume="resume" in flags,
-        eval_only="eval_only" in flags,
-    )
+    start = find_start(tmp_path, asked="resume" in flags)
     if not refused:
-        check_start(cfg, args)
+        check_start(start, weights)
         return
     with pytest.raises(UserError, match=refused):
-        check_start(cfg, args)
+        check_start(start, weights)
+
+
+def test_an_evaluation_is_of_weights_or_of_a_checkpoint(tmp_path):
+    flags = RunFlags(weights="w.pth", output=str(tmp_path), resume=True)
+    with pytest.raises(UserError, match=r"MODEL\.WEIGHTS 'w\.pth'"):
+        assemble_evaluation(flags)
 
 
 def wait_for_moment(process, folder, rng):

@@ -7,15 +7,15 @@ import os
 import shutil
 
 import pytest
-from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data import DatasetCatalog
 from PIL import Image
 
 from qbheat_det.data import SeenImages, fingerprint_images
-from qbheat_det.engine import build_config, setup
-from qbheat_det.engine.resume import find_shared_images
+from qbheat_det.engine import setup
+from qbheat_det.engine.run_record import find_shared_images
 from tests.data import test_layouts as layouts
 
-from .tiny_training import CONFIG, TINY, parse_run, run_tool, words_of
+from .tiny_training import CONFIG, TINY, assemble, parse_run, run_tool, words_of
 
 QUICK = {**TINY, "SOLVER.MAX_ITER": "1", "SOLVER.CHECKPOINT_PERIOD": "1", "MODEL.DEVICE": "cpu"}
 
@@ -59,9 +59,9 @@ def write_set(root, names):
 
 def configure(data, output, *flags, **opts):
     args = parse_run(CONFIG, QUICK, "--data", str(data), "--output", str(output), *flags)
-    cfg = build_config(args)
-    setup(cfg, args)
-    return cfg
+    stage = assemble(args)
+    setup(stage)
+    return stage
 
 
 def list_prints(name):
@@ -83,12 +83,12 @@ def test_a_detector_that_is_trained_further_keeps_its_validation_images(tmp_path
     write_set(tmp_path / "two", "uvwxyz0123")
     for seed in "12":
         weights = ("--weights", str(run), "SEED", seed)
-        configure(tmp_path / "two", tmp_path / f"again{seed}", *weights)
+        stage = configure(tmp_path / "two", tmp_path / f"again{seed}", *weights)
         train, val = list_prints("custom_train"), list_prints("custom_val")
         assert first.val <= val
         assert not val & first.train
         assert len(train) + len(val) == 30
-        assert not MetadataCatalog.get("custom_val").get("shared")
+        assert not stage.data.shared
         again = SeenImages.read(tmp_path / f"again{seed}")
         assert again.train == first.train | train
     assert len(val) > len(first.val)  # new images get a side too

@@ -1,15 +1,16 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """A run of two stages equals two commands, and resumes in the stage in which it stopped."""
 
+import dataclasses
 import re
 
 import pytest
 
 from qbheat_det.api import training
-from qbheat_det.config import get_config_path
+from qbheat_det.config import get_config_path, get_value, load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine import RunFlags
-from qbheat_det.engine.plan import find_first_stage, start_from
+from qbheat_det.engine import RunFlags, assemble_run, read_config
+from qbheat_det.engine.run_config import read_first_stage
 
 from .test_resume import assert_same_bits
 from .tiny_training import TINY_ENCODER, read_opts, run_tool, state, words_of
@@ -97,13 +98,20 @@ def test_two_stages_equal_two_commands_and_resume_exactly(
 def test_the_first_stage_shares_data_device_and_model(first, data):
     opts = {**SHARED, **OPTS, "SOLVER.FIRST_STAGE": str(first)}
     flags = RunFlags(
-        config_file=get_config_path(CONFIG), data=data, tile=64, output="o", opts=words_of(opts)
+        config_file=get_config_path(CONFIG),
+        data=data,
+        val=data,
+        tile=64,
+        output="o",
+        opts=words_of(opts),
     )
-    stage = find_first_stage(flags)
-    assert stage is not None
-    assert (stage.config_file, stage.data, stage.output) == (str(first), data, "o/first_stage")
-    assert stage.overrides == {**SHARED, "INPUT.TILE": "64", "OUTPUT_DIR": "o/first_stage"}
-    assert find_first_stage(stage) is None
+    stage, last = assemble_run(flags)
+    assert str(stage.folder) == "o/first_stage"
+    assert stage.data.train == last.data.train
+    expected = load_config(first, [*words_of(SHARED), "INPUT.TILE", "64"])
+    for key in (*SHARED, "INPUT.TILE", "SOLVER.MAX_ITER", "INPUT.MIN_SIZE_TRAIN"):
+        assert get_value(stage.cfg, key) == get_value(expected, key), key
+    assert last.cfg.SOLVER.MAX_ITER == 3
 
 
 @pytest.mark.parametrize(
@@ -123,14 +131,13 @@ def test_an_unsuitable_first_stage_is_refused(data, config, named):
         opts=["SOLVER.FIRST_STAGE", config],
     )
     with pytest.raises(UserError, match=r"SOLVER\.FIRST_STAGE") as error:
-        find_first_stage(flags)
+        read_first_stage(read_config(flags, {}), flags.overrides)
     assert named in str(error.value)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"eval_only": True},
         {"weights": "qbheat://retinanet/285M_bccd"},
         {"opts": ["MODEL.WEIGHTS", ""]},
         {"freeze": True},
@@ -138,18 +145,22 @@ def test_an_unsuitable_first_stage_is_refused(data, config, named):
 )
 def test_trained_heads_and_frozen_backbones_need_no_first_stage(data, change):
     flags = RunFlags(config_file="custom/retinanet_285M_finetune.yaml", data=data)
-    assert find_first_stage(flags) is not None
-    for name, value in change.items():
-        setattr(flags, name, value)
-    assert find_first_stage(flags) is None
+    assert read_first_stage(read_config(flags, {}), flags.overrides) is not None
+    flags = dataclasses.replace(flags, **change)
+    assert read_first_stage(read_config(flags, {}), flags.overrides) is None
 
 
 @pytest.mark.parametrize("as_flag", [True, False])
-def test_both_stages_start_from_a_named_encoder(data, as_flag):
+def test_both_stages_start_from_a_named_encoder(data, as_flag, monkeypatch):
     encoder = "qbheat://qb_heat/285M_caltech101"
     given = {"weights": encoder} if as_flag else {"opts": ["MODEL.WEIGHTS", encoder]}
-    flags = RunFlags(config_file="custom/retinanet_285M_finetune.yaml", data=data, **given)
-    stage = find_first_stage(flags)
-    assert stage.load_config().MODEL.WEIGHTS == encoder
-    second = start_from(stage, flags).load_config()
-    assert second.MODEL.WEIGHTS == f"{stage.output}/model_final.safetensors"
+    flags = RunFlags(
+        config_file="custom/retinanet_285M_finetune.yaml", data=data, val=data, **given
+    )
+    first, second = assemble_run(flags)
+    assert first.cfg.MODEL.WEIGHTS == second.cfg.MODEL.WEIGHTS == encoder
+    started = []
+    monkeypatch.setattr(training, "train", lambda stage: started.append(stage) or {})
+    training.train_run([first, second])
+    weights = [stage.cfg.MODEL.WEIGHTS for stage in started]
+    assert weights == [encoder, f"{first.folder}/model_final.safetensors"]

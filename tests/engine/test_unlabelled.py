@@ -13,14 +13,14 @@ from PIL import Image
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data.unlabelled import add_noise, build_strong_colours
-from qbheat_det.engine import Trainer, build_config
+from qbheat_det.engine import Trainer
 from qbheat_det.engine.mean_teacher import SemiSupervisedEvalHook
 from qbheat_det.modeling.contracts import STRONG, UNLABELLED
 from tests.toy_set import draw_toy_set
 
 from . import tiny_training
 from .test_resume import assert_same_bits, break_at, comparable
-from .tiny_training import MF_DETR, losses, read_opts, state
+from .tiny_training import MF_DETR, build_config, losses, read_opts, state
 
 SEMI = read_opts("SOLVER.MAX_ITER 5 MODEL.SEMI.BURN_IN 0.2 MODEL.SEMI.RATIO 2 TEST.EVAL_PERIOD 4")
 FROZEN = read_opts("""
@@ -92,7 +92,7 @@ def test_a_broken_run_ends_with_the_bits_of_an_unbroken_one(
     assert_same_bits(comparable(state(tmp_path / "broken")), comparable(state(tmp_path / "whole")))
     lines = map(json.loads, (tmp_path / "whole" / "metrics.json").read_text().splitlines())
     seen = {line["iteration"]: line for line in lines if "total_loss" in line}
-    assert [i for i, line in seen.items() if "loss_teacher_cls" in line] == [1, 2, 3, 4]
+    assert [i for i, line in seen.items() if "loss_pseudo_cls" in line] == [1, 2, 3, 4]
     assert [i for i, line in seen.items() if "pseudo_boxes" in line] == [1, 2, 3, 4]
     # The burn-in is one step, the period four.
     assert [i for i, line in seen.items() if "student/bbox/AP50" in line] == [0, 3, 4]

@@ -14,8 +14,8 @@ from detectron2.utils import events
 import qbheat_det  # noqa: F401  registers models and data
 from qbheat_det.config import get_config_path
 from qbheat_det.config.loading import EPOCH_KEYS
-from qbheat_det.engine import Trainer, build_config, setup
-from qbheat_det.engine.data_sources import CUSTOM_SETS
+from qbheat_det.engine import RunFlags, Trainer, assemble_evaluation, assemble_run, setup
+from qbheat_det.engine.run_data import CUSTOM_SETS
 from tests.tool_modules import load_tool
 from tools.train_net import parse_args
 
@@ -90,12 +90,23 @@ def run_tool(argv):
     return results[0]
 
 
+def assemble(args):
+    """Returns the last stage of a run, from parsed arguments or ``RunFlags``."""
+    flags = args if isinstance(args, RunFlags) else RunFlags.from_args(args)
+    return assemble_evaluation(flags) if flags.eval_only else assemble_run(flags)[-1]
+
+
+def build_config(args):
+    """Returns the config of the last stage of a run."""
+    return assemble(args).cfg
+
+
 def start_run(args):
     """Does what ``tools/train_net.py`` does before the first step."""
-    cfg = build_config(args)
-    setup(cfg, args)
-    trainer = Trainer(cfg)
-    trainer.resume_or_load(resume=args.resume)
+    stage = assemble(args)
+    setup(stage)
+    trainer = Trainer(stage.cfg)
+    trainer.resume_or_load(resume=stage.resume)
     return trainer
 
 

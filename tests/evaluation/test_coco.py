@@ -24,11 +24,11 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.evaluation import (
     CocoEvaluator,
     FastMatching,
-    build_evaluator,
     choose_max_detections,
     complete_annotations,
     count_most_objects,
 )
+from qbheat_det.tasks import DETECTION
 
 SIZE = 256
 CATEGORY_IDS = (3, 7, 20)  # with holes, as in COCO itself
@@ -210,11 +210,11 @@ def test_a_class_that_the_dataset_lacks_and_unknown_sets_are_named(register, tmp
     cfg = get_cfg()
     cfg.OUTPUT_DIR = str(tmp_path)
     name = register(_make_dataset(np.random.default_rng(0)))
-    evaluator = build_evaluator(cfg, name)
+    evaluator = DETECTION.build_evaluator(cfg, name)
     assert isinstance(evaluator, CocoEvaluator)
     assert evaluator._use_fast_impl  # the library is installed here
     with pytest.raises(UserError, match="never_registered"):
-        build_evaluator(cfg, "never_registered")
+        DETECTION.build_evaluator(cfg, "never_registered")
     MetadataCatalog.pop("never_registered")
 
 

@@ -13,7 +13,7 @@ from torchvision.ops import StochasticDepth
 from qbheat_det.checkpoint.weights_file import read_weights_file
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine import Trainer, build_config, evaluate
+from qbheat_det.engine import Trainer, evaluate
 from qbheat_det.feature_cache import (
     CachedBackbone,
     CachedFeatures,
@@ -21,7 +21,9 @@ from qbheat_det.feature_cache import (
     use_cached_features,
 )
 from qbheat_det.feature_cache.frozen import check_frozen
+from qbheat_det.modeling.contracts import prepare_backbone_inputs
 from tests.engine import tiny_training
+from tests.engine.tiny_training import build_config
 
 FROZEN = {
     "MODEL.BACKBONE.FREEZE_AT": "5",
@@ -193,6 +195,43 @@ def test_an_encoder_that_learns_is_refused():
         cfg = _config({**FROZEN, **ON, **opts})
         with pytest.raises(UserError, match=r"MODEL\.CACHE_FEATURES"):
             use_cached_features(cfg, Trainer.build_model(cfg))
+
+
+def test_a_model_that_does_not_prepare_images_is_refused():
+    class Model(nn.Module):
+        backbone = None
+
+    model = Model()
+    encoder = Trainer.build_model(_config({**FROZEN, **MF_DETR})).get_submodule("backbone")
+    with pytest.raises(UserError, match=r"Model does not support .*MODEL\.CACHE_FEATURES"):
+        check_frozen(model, encoder, 5)
+
+
+def test_another_function_can_fill_the_stores(tmp_path, tiny_data):
+    opts = {**MF_DETR, **ON, "MODEL.CACHE_FEATURES.FOLDER": str(tmp_path / "cache")}
+    trainer = build_trainer(tmp_path / "run", tiny_data, opts)
+    titles = []
+
+    def fill(store, views, encode, *, title, num_workers):
+        titles.append(title)
+        return store
+
+    model = Trainer.build_model(trainer.cfg)
+    use_cached_features(trainer.cfg, model, fill=fill).prepare(trainer.data_loader)
+    assert titles == ["training set", f"test set '{trainer.cfg.DATASETS.TEST[0]}'"]
+    assert not (tmp_path / "cache").exists()
+
+
+def test_an_encoder_gets_sizes_only_of_padded_images_and_only_if_it_masks_padding():
+    model = Trainer.build_model(_config({**FROZEN, **MF_DETR}))
+    whole = torch.zeros(3, 64, 64)
+    assert len(prepare_backbone_inputs(model, [{"image": whole}])) == 1
+    padded = [{"image": whole}, {"image": whole[:, 1:, 2:]}]
+    images, sizes = prepare_backbone_inputs(model, padded)
+    assert images.shape == (2, 3, 64, 64)
+    assert sizes.tolist() == [[64, 64], [63, 62]]
+    model.masks_padding = False
+    assert len(prepare_backbone_inputs(model, padded)) == 1
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import IMAGE, VIEW, seed_place
 from qbheat_det.data import DataError, FixedViews, TrainStream, number_records
 from qbheat_det.data.mappers import VIEW_ROW, VIEW_SEED
-from qbheat_det.feature_cache.encoder import make_view
+from qbheat_det.feature_cache.encoding import make_view
 from qbheat_det.feature_cache.filling import fill as build
 from qbheat_det.feature_cache.filling import find_known_views
 from qbheat_det.feature_cache.frozen import CachedViews

@@ -60,10 +60,10 @@ def test_each_frame_of_a_video_is_an_image_of_its_own(probe, tmp_path):
     frames = [np.full((32, 48, 3), RED, np.uint8)] * 2
     inputs = [_save_image(tmp_path / "a.png"), save_video(tmp_path / "v.avi", frames)]
     (tmp_path / "text.mp4").write_text("no video")
-    found = _run(*probe, [*inputs, tmp_path / "text.mp4"], tmp_path / "out")
-    frames = [(box["image_id"], box.get("frame")) for box in found.results]
+    predictions = _run(*probe, [*inputs, tmp_path / "text.mp4"], tmp_path / "out")
+    frames = [(box["image_id"], box.get("frame")) for box in predictions.results]
     assert frames == [(1, None), (2, 0), (3, 1)]
-    assert [name for name, _ in found.skipped] == [str(tmp_path / "text.mp4")]
+    assert [name for name, _ in predictions.skipped] == [str(tmp_path / "text.mp4")]
     written = cv2.VideoCapture(str(tmp_path / "out" / "v.mp4"))
     assert [written.read()[1].shape for _ in range(2)] == [(384, 576, 3)] * 2
     assert written.get(cv2.CAP_PROP_FPS) == pytest.approx(10)
@@ -79,10 +79,10 @@ def test_broken_files_are_passed_over_and_named(probe, tmp_path):
         (folder / link).symlink_to(target)
     _save_image(folder / "thread.png", size=(3000, 1))
     broken = ["cut.jpg", "dangling.jpg", "loop.jpg", "text.png", "thread.png"]
-    found = _run(*probe, [folder], tmp_path / "out")
-    assert [Path(path).name for path, _ in found.skipped] == broken
-    assert all(reason for _, reason in found.skipped)
-    assert [box["file_name"] for box in found.results] == ["whole.jpg"]
+    predictions = _run(*probe, [folder], tmp_path / "out")
+    assert [Path(path).name for path, _ in predictions.skipped] == broken
+    assert all(reason for _, reason in predictions.skipped)
+    assert [box["file_name"] for box in predictions.results] == ["whole.jpg"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole.jpg"]
 
 
@@ -92,9 +92,9 @@ def test_an_extremely_long_image_is_drawn(probe, tmp_path):
     files = [
         _save_image(tmp_path / f"{w}x{h}.jpg", size=(w, h)) for w, h in [(8000, 40), (9, 2000)]
     ]
-    found = _run(cfg, weights, files, tmp_path / "out")
-    assert len(found.results) == 2
-    assert not found.undrawn
+    predictions = _run(cfg, weights, files, tmp_path / "out")
+    assert len(predictions.results) == 2
+    assert not predictions.undrawn
     with Image.open(tmp_path / "out" / "8000x40.jpg") as drawn:
         assert drawn.size == (8192, 41)  # enlarged to 8192 pixels, and not to 384 rows
     with Image.open(tmp_path / "out" / "9x2000.jpg") as drawn:
@@ -113,11 +113,11 @@ def test_an_image_that_cannot_be_drawn_costs_the_drawing_alone(probe, tmp_path, 
     monkeypatch.setattr(Detections, "draw", draw_or_fail)
     files = [_save_image(tmp_path / "in" / name) for name in ("a.png", "b.png", "c.png")]
     _save_image(tmp_path / "out" / "a.png")  # of an earlier prediction
-    found = _run(*probe, files, tmp_path / "out")
-    assert [box["file_name"] for box in found.results] == ["a.png", "b.png", "c.png"]
-    assert found.undrawn == [(str(files[0]), "too long"), (str(files[1]), "encoder error")]
-    assert found.num_images == 3
-    assert not found.skipped
+    predictions = _run(*probe, files, tmp_path / "out")
+    assert [box["file_name"] for box in predictions.results] == ["a.png", "b.png", "c.png"]
+    assert predictions.undrawn == [(str(files[0]), "too long"), (str(files[1]), "encoder error")]
+    assert predictions.num_images == 3
+    assert not predictions.skipped
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["c.png"]
     # A full disk ends the run.
     failures["a.png"] = OSError(errno.ENOSPC, "No space left on device")
@@ -158,10 +158,10 @@ def test_safetensors_alone_are_enough_to_predict_and_unknown_ids_count_from_one(
     assert cfg.INPUT.MIN_SIZE_TEST == 48
     assert cfg.OUTPUT_DIR == get_cfg().OUTPUT_DIR
     red = np.full((100, 200, 3), (0, 0, 255), np.uint8)  # BGR, where the model wants RGB
-    found = build_predictor(cfg)(red)["instances"]
-    assert found.scores.item() == pytest.approx(1)
+    instances = build_predictor(cfg)(red)["instances"]
+    assert instances.scores.item() == pytest.approx(1)
     for ids, expected in ((cfg.MODEL.CATEGORY_IDS, 9), ([], 2)):
-        (box,) = Detections(found, ["square", "disc"], ids, red).to_coco()
+        (box,) = Detections(instances, ["square", "disc"], ids, red).to_coco()
         assert box["category_id"] == expected
 
 
@@ -190,8 +190,8 @@ def test_a_config_beside_weights_makes_nothing_unpickled_unless_it_is_asked_for(
     weights = f"{tmp_path}/w.pth"
     with pytest.raises(UserError, match=r"config\.yaml.*PROPOSAL_FILES"):
         load_run_config(weights)
-    own = load_run_config(weights, f"{tmp_path}/config.yaml")
-    assert own.DATASETS.PROPOSAL_FILES_TRAIN == ("p.pkl",)
+    named = load_run_config(weights, f"{tmp_path}/config.yaml")
+    assert named.DATASETS.PROPOSAL_FILES_TRAIN == ("p.pkl",)
     cfg = load_run_config(weights, opts=["DATASETS.PROPOSAL_FILES_TRAIN", "()"])
     assert cfg.DATASETS.PROPOSAL_FILES_TRAIN == ()
 
@@ -258,9 +258,9 @@ def test_each_image_gets_its_five_likeliest_classes_and_the_rest_is_named(
         with torch.no_grad():
             scores = model([mapper(record)])[0]["scores"]
         order = sorted(range(6), key=lambda k: -float(scores[k]))[:5]
-        assert [found["name"] for found in entry["classes"]] == [NAMES[k] for k in order]
-        found = torch.tensor([found["score"] for found in entry["classes"]])
-        torch.testing.assert_close(found, scores[order], rtol=1e-4, atol=1e-6)
+        assert [row["name"] for row in entry["classes"]] == [NAMES[k] for k in order]
+        class_scores = torch.tensor([row["score"] for row in entry["classes"]])
+        torch.testing.assert_close(class_scores, scores[order], rtol=1e-4, atol=1e-6)
 
 
 def test_bad_arguments_are_named_with_exit_code_2(photos, detector, classifier, tmp_path, capsys):
@@ -299,24 +299,25 @@ def _make(ids=(17, 18), **changes):
 
 
 def test_boxes_classes_and_scores_survive_every_conversion(tmp_path):
-    found = _make()
-    assert repr(found) == "Detections(a b.jpg, 100x80: 1 dog, 1 cat)"
-    assert [box.xyxy for box in found] == [tuple(box) for box in BOXES]
-    assert [(box.class_name, box.class_id, box.score) for box in found] == [
-        ("dog", 1, 0.75), ("cat", 0, 0.5)
-    ]  # fmt: skip
-    assert found.to_coco(7) == [
+    detections = _make()
+    assert repr(detections) == "Detections(a b.jpg, 100x80: 1 dog, 1 cat)"
+    assert [box.xyxy for box in detections] == [tuple(box) for box in BOXES]
+    assert [(box.class_name, box.class_id, box.score) for box in detections] == [
+        ("dog", 1, 0.75),
+        ("cat", 0, 0.5),
+    ]
+    assert detections.to_coco(7) == [
         {"image_id": 7, "category_id": 18, "bbox": [10.0, 20.0, 30.0, 40.0], "score": 0.75},
         {"image_id": 7, "category_id": 17, "bbox": [0.0, 0.0, 100.0, 80.0], "score": 0.5},
     ]
     assert [box["category_id"] for box in _make(ids=()).to_coco()] == [2, 1]
-    assert found.select(0.6).labels == ["dog"]
-    assert found.select(0.5, ["cat"]).labels == ["cat"]
-    found.save(tmp_path / "new" / "drawn.png")
+    assert detections.select(0.6).labels == ["dog"]
+    assert detections.select(0.5, ["cat"]).labels == ["cat"]
+    detections.save(tmp_path / "new" / "drawn.png")
     with Image.open(tmp_path / "new" / "drawn.png") as drawn:
         assert drawn.width / drawn.height == pytest.approx(100 / 80, rel=0.02)
     with pytest.raises(UserError, match=r"x\.unknown"):
-        found.save(tmp_path / "x.unknown")
+        detections.save(tmp_path / "x.unknown")
 
 
 def test_label_studio_gets_per_cent_and_images_without_boxes(tmp_path):
@@ -329,9 +330,13 @@ def test_label_studio_gets_per_cent_and_images_without_boxes(tmp_path):
     assert (shape["from_name"], shape["to_name"]) == ("label", "image")
     assert (shape["original_width"], shape["original_height"]) == (100, 80)
     assert shape["value"] == {
-        "x": 10.0, "y": 25.0, "width": 30.0, "height": 50.0, "rotation": 0,
+        "x": 10.0,
+        "y": 25.0,
+        "width": 30.0,
+        "height": 50.0,
+        "rotation": 0,
         "rectanglelabels": ["dog"],
-    }  # fmt: skip
+    }
     assert second == {"data": {"image": "/data/local-files/?d=k%FChe.jpg"}}
     assert third == {"data": {"image": f"/data/local-files/?d={tmp_path}/b.jpg"}}
 

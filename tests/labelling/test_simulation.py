@@ -8,8 +8,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from qbheat_det.api.training import train_afresh
 from qbheat_det.core.errors import Interrupted, UserError
-from qbheat_det.engine import RunFlags, train_afresh
+from qbheat_det.engine import RunFlags
 from qbheat_det.labelling import simulation
 from qbheat_det.labelling.embedding import Embeddings
 from qbheat_det.labelling.simulation import Point, simulate
@@ -33,7 +34,7 @@ def test_each_strategy_keeps_its_images_and_a_second_call_trains_only_what_is_mi
 
     def train(flags):
         evaluated = json.loads(Path(flags.val).read_text())["images"]
-        (root,) = flags.val_images
+        (root,) = flags.val_image_folders
         folders = {(Path(root) / image["file_name"]).parent for image in evaluated}
         assert folders == {tmp_path / "val"}
         names = {image["file_name"] for image in json.loads(Path(flags.data).read_text())["images"]}
@@ -62,7 +63,7 @@ def test_each_strategy_keeps_its_images_and_a_second_call_trains_only_what_is_mi
 def test_a_detector_is_trained_afresh(tmp_path, monkeypatch):
     run, file = tmp_path / "run", str(draw_toy_set(tmp_path, 4) / "annotations.json")
     flags = "--data", file, "--val", file, "--output", str(run)
-    args = RunFlags.read(parse_run(CONFIG, {**TINY, "SOLVER.MAX_ITER": "1"}, *flags))
+    args = RunFlags.from_args(parse_run(CONFIG, {**TINY, "SOLVER.MAX_ITER": "1"}, *flags))
     trainer, results = train_afresh(args)
     assert {"AP", "AP50"} <= results["bbox"].keys()
     (run / "model_0000001.pth").touch()

@@ -14,6 +14,7 @@ from qbheat_det.checkpoint import (
     check_weights_file,
     class_names_of,
     info_of,
+    load_embedded_config,
     load_run_config,
     read_weights,
 )
@@ -33,7 +34,7 @@ def test_the_file_of_the_repository_has_the_entries_of_the_package(monkeypatch):
     monkeypatch.setattr(sources, "SHIPPED", package / "weights")
     monkeypatch.setattr(index, "INDEX_FILE", package / "index.json")
     text = (ROOT / "MODEL_ZOO.md").read_text(encoding="utf-8")
-    assert text == TABLE["update"](text), "run: python docs/write_zoo_table.py"
+    assert text == TABLE["update"](text), "run: python -m docs.write_zoo_table"
     links = re.findall(r"\]\(configs/([^)]+)\)", text)
     assert links
     for link in links:
@@ -48,6 +49,13 @@ def _tiny_zoo(ship, detector, backbone):
     _write_pytorch.cache_clear()
     ship(DETECTOR, detector.path.read_bytes())
     ship(BACKBONE, backbone.path.read_bytes())
+
+
+def test_the_configs_inside_the_weights_of_the_package_have_only_known_keys():
+    files = sorted((Path(index.__file__).parent / "weights").glob("*.safetensors"))
+    assert files
+    for file in files:
+        load_embedded_config(info_of(str(file)).config, file.name)
 
 
 @pytest.mark.usefixtures("_tiny_zoo")

@@ -16,8 +16,9 @@ from qbheat_det.modeling import contracts
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer, TimmBackbone
 from qbheat_det.modeling.classification import BatchMixing
 from qbheat_det.modeling.detr import SetCriterion
-from qbheat_det.modeling.image_model import check_equal_shares, find_map
 from qbheat_det.modeling.pretrain import HeatPredictor, QBHeat
+from qbheat_det.modeling.pretrain.all_processes import check_equal_shares
+from qbheat_det.modeling.pretrain.base import find_feature_map
 from qbheat_det.modeling.pretrain.moco import FeatureQueue, check_batch
 from tests.modeling.tiny_pretraining import make_copying_model, make_inputs, make_tiny_config
 
@@ -103,8 +104,8 @@ def test_config_values_out_of_range_are_named(name, words):
             partial(make_copying_model(QBHeat, HeatPredictor(dim=2), 4), make_inputs(1), ["edge"]),
             "edge",
         ),
-        (partial(find_map, MAP, "s8", 64), "IN_FEATURE"),
-        (partial(find_map, MAP, "s16", 40, multiple=1), "SIZE"),
+        (partial(find_feature_map, MAP, "s8", 64), "IN_FEATURE"),
+        (partial(find_feature_map, MAP, "s16", 40, multiple=1), "SIZE"),
     ],
 )
 def test_arguments_out_of_range_are_named(call, named):

@@ -2,7 +2,9 @@
 """The command ``qbheat``, every tool under its name; the demo."""
 
 import json
+import os
 import runpy
+import shutil
 import subprocess
 import sys
 import warnings
@@ -34,6 +36,39 @@ def test_help_names_every_command_and_each_has_its_tool():
     assert run.returncode == 0
     assert run.stdout.startswith("usage: qbheat train ")
     assert "--data" in run.stdout
+
+
+TOOL_WITH_PROCESSES = """
+import multiprocessing
+import sys
+
+from arguments import Parser
+
+
+def double(number):
+    return 2 * number
+
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(Parser().prog, sys.argv[1:], pool.map(double, [1, 2]))
+"""
+
+
+def test_processes_that_a_tool_starts_find_its_functions(tmp_path):
+    folder = tmp_path / "qbheat_det" / "tools"  # as in an installed package
+    folder.mkdir(parents=True)
+    (tmp_path / "qbheat_det" / "__init__.py").touch()
+    shutil.copy(TOOLS / "arguments.py", folder)
+    (folder / "train_net.py").write_text(TOOL_WITH_PROCESSES)
+    run = subprocess.run(
+        [sys.executable, str(TOOLS / "qbheat"), "evaluate", "--epochs", "3"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.stdout == "qbheat evaluate ['--eval-only', '--epochs', '3'] [2, 4]\n", run.stderr
 
 
 @pytest.mark.parametrize(

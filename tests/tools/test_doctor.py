@@ -151,7 +151,7 @@ def test_an_archive_with_another_hash_is_refused_before_it_is_opened(tmp_path):
 
 @pytest.mark.parametrize(("error", "code"), [("", 0), ("undefined symbol: foo", 2)])
 def test_an_installed_detectron2_is_never_replaced(error, code, monkeypatch, capsys):
-    monkeypatch.setattr(tool, "find_installed", lambda: tool.Found("0.6", "/built/here", error))
+    monkeypatch.setattr(tool, "find_installed", lambda: tool.Installed("0.6", "/built/here", error))
     monkeypatch.setattr(tool, "run_pip", lambda *_: pytest.fail("pip was run"))
     assert tool.main([]) == code
     captured = capsys.readouterr()

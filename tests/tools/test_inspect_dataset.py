@@ -24,6 +24,8 @@ from qbheat_det.analysis.datasets import (
 )
 from qbheat_det.config import get_cfg, load_config
 from qbheat_det.engine import RunFlags
+from qbheat_det.engine.run_data import open_sources
+from qbheat_det.tasks import DETECTION
 from tests.tool_modules import load_tool, refuse
 from tests.toy_set import draw_toy_set
 
@@ -154,7 +156,8 @@ def test_sizes_are_those_of_the_main_picture_of_a_file(save, tmp_path, monkeypat
     headings = []
     monkeypatch.setattr(datasets, "add_heading", lambda image, text: headings.append(text) or image)
     cfg = load_config(CONFIG)
-    (source,) = list_sources(cfg, RunFlags(data=str(write_yolo(tmp_path, save))))
+    sources = open_sources(RunFlags(data=str(write_yolo(tmp_path, save))))
+    (source,) = list_sources(cfg, sources)
     found = inspect_dataset(source, cfg)
     assert found.errors == []
     assert [(one["width"], one["height"]) for one in found.records] == [(400, 640)]
@@ -168,7 +171,7 @@ def test_without_a_config_the_recipe_of_training_is_used(data, tmp_path, capsys)
     content = json.loads(path.read_text())
     assert {(image["width"], image["height"]) for image in content["images"]} == {(64, 64)}
     sides = [min(box["bbox"][2:]) for box in content["annotations"]]
-    recipe = RunFlags(data=str(path)).name_default_config()
+    recipe = DETECTION.recipe
     size = load_config(recipe).INPUT
     words = ["--data", str(path), "--output", str(tmp_path / "out")]
     for opts, shortest in ([], size.MIN_SIZE_TEST), (["INPUT.MIN_SIZE_TEST", "32"], 32):
@@ -183,9 +186,9 @@ def test_without_a_config_the_recipe_of_training_is_used(data, tmp_path, capsys)
 
 
 def test_a_given_config_is_used_and_named():
-    cfg, name = load_recipe(RunFlags(data="x.json", config_file=CONFIG))
+    cfg, name = load_recipe(RunFlags(data="x.json", config_file=CONFIG), {})
     assert (name, cfg.INPUT.MIN_SIZE_TEST) == (CONFIG, load_config(CONFIG).INPUT.MIN_SIZE_TEST)
-    cfg, name = load_recipe(RunFlags(opts=["DATASETS.TRAIN", "('registered',)"]))
+    cfg, name = load_recipe(RunFlags(opts=["DATASETS.TRAIN", "('registered',)"]), {})
     assert (cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST) == (800, 1333)
     assert name == "Detectron2's defaults"
 

@@ -85,11 +85,6 @@ class Account:
         self.files |= other.files
         self.removed |= other.removed
 
-    def replace_with(self, other: "Account") -> None:
-        """Takes over the content of another account."""
-        self.used, self.clipped = Counter(other.used), list(other.clipped)
-        self.left_out, self.notes = list(other.left_out), list(other.notes)
-
     def leave_out_image(self, fault: LeftOut, num_boxes: int, label_file: str) -> None:
         """Moves an image with its boxes and its label file from the used to the left out items."""
         self.used["image"] -= 1

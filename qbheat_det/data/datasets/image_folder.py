@@ -34,7 +34,6 @@ def register_image_folders(
     *,
     labelled: bool = False,
     keep: Collection[str] | None = None,
-    account: Account | None = None,
 ) -> None:
     """Registers the images in folders as one data set. They are listed at the first load.
 
@@ -48,7 +47,6 @@ def register_image_folders(
         labelled: whether the direct subfolders are classes.
         keep: paths of the images to use, relative to the common folder of ``folders``; None for
             all.
-        account: what is left out, for the metadata. By default, loading fills the account.
 
     Raises:
         UserError: the name is registered with different folders.
@@ -57,20 +55,17 @@ def register_image_folders(
     if not is_new(name, image_folders=paths):
         return
 
-    own_account = account or Account()
-
     def load() -> list[dict[str, Any]]:
         trees = [FileTree(path) for path in paths]
         records, class_names = _list_records(trees, labelled=labelled)
-        if account is None:
-            own_account.replace_with(_account_for(trees, labelled=labelled))
         if labelled:
             MetadataCatalog.get(name).set(folder_classes=class_names)
         if keep is not None:
             base = os.path.commonpath(paths)
             kept = {os.path.join(base, path) for path in keep}
             records = [record for record in records if record["file_name"] in kept]
-        logger.info(f"{own_account.summarize()}, in {', '.join(map(ascii, paths))}")
+        account = _account_for(trees, labelled=labelled)
+        logger.info(f"{account.summarize()}, in {', '.join(map(ascii, paths))}")
         return records
 
     DatasetCatalog.register(name, load)
@@ -79,7 +74,6 @@ def register_image_folders(
         labelled=labelled,
         unlabelled=True,
         evaluator_type="reconstruction",
-        account=own_account,
     )
 
 
@@ -159,6 +153,11 @@ def check_image_folder(folder: PathLike) -> None:
     path = os.path.abspath(folder)
     if not any(is_image(file) for file in walk(path)):
         list_images(path)
+
+
+def account_for_folders(folders: Sequence[PathLike]) -> Account:
+    """Returns the account of folders of images without labels."""
+    return _account_for([FileTree(folder) for folder in folders], labelled=False)
 
 
 def _account_for(trees: Sequence[FileTree], *, labelled: bool) -> Account:

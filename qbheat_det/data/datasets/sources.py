@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from .formats import FORMATS, Labels
 from .formats.base import find_foreign_labels
 from .image_folder import (
     PathLike,
+    account_for_folders,
     check_image_folder,
     is_new,
     register_image_folders,
@@ -120,10 +121,19 @@ class Source:
 
 @dataclass(frozen=True)
 class DataSource:
-    """The training source of a path, and its validation source or None."""
+    """An opened data set: its training source, its validation source or None, and their contents.
+
+    Attributes:
+        train, val: the sources.
+        annotations: the images and boxes of both parts, by the name of the part; empty if the data
+            set has no boxes.
+        account: what is used and what is left out of both parts; None for images without labels.
+    """
 
     train: Source
     val: Source | None = None
+    annotations: Mapping[str, Annotations] = field(default_factory=dict, repr=False)
+    account: Account | None = field(default=None, repr=False)
 
     @property
     def format(self) -> str:
@@ -151,46 +161,43 @@ def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> Da
     if not os.path.exists(path):
         raise UserError(f"'{path}' does not exist")
     absolute = os.path.abspath(path)
+    data_set = None
     if os.path.isdir(path):
         root = os.path.abspath(image_root) if image_root else ""
         found = _recognize(absolute, root)
         if root and found.format is None:
             raise UserError(f"'{path}' contains its images: leave out the images '{image_root}'")
     else:
-        root = _find_image_root(absolute, image_root, likely_root)
+        root, data_set = _find_image_root(absolute, image_root, likely_root)
         found = _recognize(absolute, root)
     if found.format is None:
         sources = [
             Source(CLASSES, absolute, part, folders=(folder,))
             for part, folder in found.folders.items()
         ]
-    else:
-        name = found.format.name
-        data_set = _read(absolute, root, name, ())
-        sources = [Source(name, absolute, part, root) for part in data_set.parts]
-    return DataSource(*sources)
-
-
-def find_format(path: str) -> str:
-    """Returns the format of a file, folder or zip, see ``open_source``.
-
-    Raises a ``UserError`` if the path has no data set, or several.
-    """
-    path = unpack(path)
-    if not os.path.exists(path):
-        raise UserError(f"'{path}' does not exist")
-    row = _recognize(os.path.abspath(path), "").format
-    return row.name if row else CLASSES
+        val = sources[1] if len(sources) > 1 else None
+        return DataSource(sources[0], val, account=_account_for_classes(found, absolute))
+    name = found.format.name
+    data_set = data_set or _read(absolute, root, name, ())
+    sources = [Source(name, absolute, part, root) for part in data_set.parts]
+    val = sources[1] if len(sources) > 1 else None
+    return DataSource(sources[0], val, data_set.parts, data_set.account)
 
 
 def open_images(paths: Sequence[str]) -> DataSource:
-    """Returns the source of images without labels in folders."""
+    """Returns the source of images without labels in folders.
+
+    Raises a ``UserError`` if a folder has no images.
+    """
     folders = tuple(os.path.abspath(folder) for folder in paths)
-    return DataSource(Source(IMAGES, folders[0], folders=folders, labelled=False))
+    for folder in folders:
+        check_image_folder(folder)
+    source = Source(IMAGES, folders[0], folders=folders, labelled=False)
+    return DataSource(source, account=account_for_folders(folders))
 
 
-def _find_image_root(file: str, given: str, likely: str) -> str:
-    """Returns the folder in which the images of a label file are looked up.
+def _find_image_root(file: str, given: str, likely: str) -> tuple[str, "_DataSet"]:
+    """Returns the folder in which the images of a label file are looked up, and what it has.
 
     Without a given folder, this is the first that has one of the images: ``likely``, the folder of
     the file, or the folder above it, if the name of the file's folder says that it holds labels.
@@ -212,7 +219,7 @@ def _find_image_root(file: str, given: str, likely: str) -> str:
             errors.append(error)
             continue
         if any(part.images for part in data_set.parts.values()):
-            return root
+            return root, data_set
     if errors:
         raise errors[0]
     faults = data_set.account.faults
@@ -256,12 +263,6 @@ def read_annotations(source: Source) -> Annotations:
     return data_set.parts[source.part]
 
 
-def forget_annotations() -> None:
-    """Clears the cache of ``read_annotations``, so that changed files are read again."""
-    _read.cache_clear()
-    _account_for_classes.cache_clear()
-
-
 @contextlib.contextmanager
 def _paused_collection() -> Iterator[None]:
     """Pauses the collection of garbage, which would visit all new objects again and again."""
@@ -274,7 +275,6 @@ def _paused_collection() -> Iterator[None]:
             gc.enable()
 
 
-@functools.lru_cache(maxsize=4)
 @_paused_collection()
 def _read(path: str, image_root: str, format: str, classes: tuple[str, ...]) -> _DataSet:
     """Reads all parts of a data set, and accounts for all files below its folder."""
@@ -485,10 +485,8 @@ def _explain_unused(found: Recognized, parts: Collection[str]) -> tuple[str, str
     return "without labels", "no label file names it"
 
 
-@functools.lru_cache(maxsize=4)
-def _account_for_classes(path: str) -> Account:
+def _account_for_classes(found: Recognized, path: str) -> Account:
     """Returns the account of a set of class folders."""
-    found = _recognize(path, "")
     account = Account(notes=list(found.notes))
     used = {
         file
@@ -553,21 +551,19 @@ def list_image_records(annotations: Annotations) -> list[dict[str, Any]]:
 
 
 def register_source(
-    name: str, source: Source, *, keep: Collection[str] | None = None
-) -> Annotations | None:
-    """Registers a source as a data set, and returns its annotations.
-
-    A data set with the same name is replaced. The metadata contain ``source``, and ``account``
-    (what is used and what is left out), which image folders get when they are loaded. Faults are
-    not checked, see ``Account.check``.
+    name: str,
+    source: Source,
+    *,
+    annotations: Annotations | None = None,
+    keep: Collection[str] | None = None,
+) -> None:
+    """Registers a source as a data set. A data set with the same name is replaced.
 
     Args:
         name: name of the data set.
         source: the source. Its split is ignored.
+        annotations: the content of a source with boxes; by default, ``read_annotations`` reads it.
         keep: names of the images to use; None for all.
-
-    Returns:
-        The annotations of all images, or None if the source has no boxes.
 
     Raises:
         UserError: a file or folder is missing, or there are no boxes.
@@ -576,21 +572,15 @@ def register_source(
     if not source.has_boxes:
         for folder in source.folders:
             check_image_folder(folder)
-        account = _account_for_classes(source.path) if source.format == CLASSES else None
-        folders, labelled = source.folders, source.labelled
-        register_image_folders(name, folders, labelled=labelled, keep=keep, account=account)
-        MetadataCatalog.get(name).source = source
-        return None
-    annotations = read_annotations(source)
+        register_image_folders(name, source.folders, labelled=source.labelled, keep=keep)
+        return
+    annotations = annotations or read_annotations(source)
     if source.labelled:
         _register_boxes(name, source, annotations, keep)
-    else:
-        records = list_image_records(annotations)
-        DatasetCatalog.register(name, lambda: records)
-        MetadataCatalog.get(name).set(unlabelled=True, evaluator_type="reconstruction")
-    account, broken = annotations.account, annotations.broken
-    MetadataCatalog.get(name).set(source=source, account=account, broken=broken)
-    return annotations if source.labelled else None
+        return
+    records = list_image_records(annotations)
+    DatasetCatalog.register(name, lambda: records)
+    MetadataCatalog.get(name).set(unlabelled=True, evaluator_type="reconstruction")
 
 
 def _register_boxes(

@@ -22,7 +22,7 @@ from qbheat_det.data.images import run_threads
 
 from .annotations import Annotations
 from .image_folder import load_image_folders
-from .sources import Source, read_annotations
+from .sources import Source
 
 SPLIT_FILE = "split.json"
 SEEN_FILE = "seen_images.json"
@@ -87,7 +87,12 @@ def _fingerprint(path: str) -> str:
 
 
 def split_source(
-    source: Source, *, fraction: float, seed: int, seen: SeenImages = SeenImages()
+    source: Source,
+    annotations: Annotations | None = None,
+    *,
+    fraction: float,
+    seed: int,
+    seen: SeenImages = SeenImages(),
 ) -> dict[str, Any]:
     """Divides the images of a source, and returns the content of ``split.json``.
 
@@ -95,6 +100,7 @@ def split_source(
 
     Args:
         source: the source.
+        annotations: its images and boxes; None for class folders.
         fraction: share of the images to hold out, in (0, 1).
         seed: seed of the choice.
         seen: images that the initial weights were trained on or evaluated with.
@@ -105,7 +111,7 @@ def split_source(
     Raises:
         UserError: there are too few images.
     """
-    names, paths, groups = _list_images(source)
+    names, paths, groups = _list_images(source, annotations)
     sides: dict[int, str] = {}
     if seen.train or seen.val:
         prints = fingerprint_images(paths)
@@ -131,16 +137,16 @@ def split_source(
     return {"seed": seed, "fraction": fraction, **parts}
 
 
-def _list_images(source: Source) -> tuple[list[str], list[str], list[Hashable]]:
+def _list_images(
+    source: Source, annotations: Annotations | None
+) -> tuple[list[str], list[str], list[Hashable]]:
     """Returns the names, the paths and the groups of the images of a source."""
-    if not source.has_boxes:
+    if annotations is None:
         records, _ = load_image_folders(source.folders, labelled=source.labelled)
         base = os.path.commonpath(source.folders)
         paths = [record["file_name"] for record in records]
         names = [os.path.relpath(path, base) for path in paths]
         return names, paths, [record.get("label") for record in records]
-    annotations = read_annotations(source)
-    annotations.check()
     names = [image["file_name"] for image in annotations.images]
     paths = [os.path.join(annotations.image_root, name) for name in names]
     return names, paths, group_by_rarest_class(annotations)

@@ -51,17 +51,11 @@ DATASET_MAPPERS: dict[str, Callable[[CfgNode, bool], Mapper]] = {
 }
 """Functions ``(cfg, is_train) -> mapper`` by name, for ``INPUT.DATASET_MAPPER_NAME``.
 
-To add a mapper, set ``DATASET_MAPPERS["mine"] = MyMapper`` before the data loader is built.
+To add a mapper, set ``DATASET_MAPPERS["mine"] = MyMapper`` before the data loader is built. If it
+is not for detectors, also add its name to the ``mappers`` of its task (``qbheat_det.tasks``).
 Subclasses of Detectron2's ``DatasetMapper`` can be added unchanged. If TIFFs may have an EXIF
 orientation, derive them from ``UprightMapper`` instead, which turns these files only once.
 """
-
-MAPPERS_OF_IMAGES = {"pretrain", "classify", "two_views"}
-"""Names of the mappers that need no annotations. Add your own mapper if it needs none."""
-
-MAPPERS_OF_CLASSES = {"classify"}
-"""Names of the mappers for class folders, which use the "label" of a record."""
-
 
 _UNREADABLE = (OSError, SyntaxError, SizeMismatchError, DecompressionBombError)
 """Errors of reading an image. Decoders also raise others, which could be errors of a mapper."""

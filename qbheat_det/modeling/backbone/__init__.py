@@ -7,6 +7,10 @@ from .mobile_former_archs import MOBILE_FORMER_ARCHS, MobileFormerArch
 from .timm_backbone import TimmBackbone, register_timm_backbone
 
 __all__ = [
-    "MOBILE_FORMER_ARCHS", "MobileFormer", "MobileFormerArch", "TimmBackbone",
-    "build_mobile_former_fpn_backbone", "register_timm_backbone",
-]  # fmt: skip
+    "MOBILE_FORMER_ARCHS",
+    "MobileFormer",
+    "MobileFormerArch",
+    "TimmBackbone",
+    "build_mobile_former_fpn_backbone",
+    "register_timm_backbone",
+]

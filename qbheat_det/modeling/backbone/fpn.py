@@ -50,7 +50,9 @@ class StridedLevels(nn.Module):
         """Returns a feature map per level. Each has half the height and width of the previous."""
         levels: list[Tensor] = []
         for level, conv in enumerate(self.convs, start=self._first):
-            x = conv(F.relu(x) if level >= 7 else x)
+            if level >= 7:
+                x = F.relu(x)
+            x = conv(x)
             levels.append(x)
         return levels
 
@@ -62,15 +64,22 @@ def build_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
     ``MODEL.FPN.TOP_LEVELS`` strided levels are added after the coarsest output. For example,
     the outputs "s8" and "s16" with 3 strided levels give "p3" … "p7".
     """
-    node, wanted = cfg.MODEL.FPN, list(cfg.MODEL.FPN.IN_FEATURES)
+    node = cfg.MODEL.FPN
+    in_features = list(node.IN_FEATURES)
     # The backbone only builds the outputs that the pyramid reads.
-    kinds = ("MOBILE_FORMER", "TIMM", "RESNETS")
-    own = with_values(cfg, {f"MODEL.{kind}.OUT_FEATURES": wanted for kind in kinds})
-    bottom_up: Backbone = BACKBONE_REGISTRY.get(node.BOTTOM_UP)(own, input_shape)
-    stride = pick_outputs(bottom_up, wanted, "MODEL.FPN.IN_FEATURES")[-1].stride
+    bottom_up_cfg = with_values(
+        cfg,
+        {
+            "MODEL.MOBILE_FORMER.OUT_FEATURES": in_features,
+            "MODEL.TIMM.OUT_FEATURES": in_features,
+            "MODEL.RESNETS.OUT_FEATURES": in_features,
+        },
+    )
+    bottom_up: Backbone = BACKBONE_REGISTRY.get(node.BOTTOM_UP)(bottom_up_cfg, input_shape)
+    stride = pick_outputs(bottom_up, in_features, "MODEL.FPN.IN_FEATURES")[-1].stride
     fpn = FPN(
         bottom_up=bottom_up,
-        in_features=node.IN_FEATURES,
+        in_features=in_features,
         out_channels=node.OUT_CHANNELS,
         norm=node.NORM,
         top_block=StridedLevels(
@@ -87,8 +96,8 @@ def build_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
 @BACKBONE_REGISTRY.register()
 def build_mobile_former_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
     """Same as ``build_fpn_backbone`` on a Mobile-Former. Ignores ``MODEL.FPN.BOTTOM_UP``."""
-    own = with_values(cfg, {"MODEL.FPN.BOTTOM_UP": "MobileFormer"})
-    return build_fpn_backbone(own, input_shape)
+    cfg = with_values(cfg, {"MODEL.FPN.BOTTOM_UP": "MobileFormer"})
+    return build_fpn_backbone(cfg, input_shape)
 
 
 def build_bare_backbone(cfg: CfgNode) -> Backbone:
@@ -97,10 +106,11 @@ def build_bare_backbone(cfg: CfgNode) -> Backbone:
     Raises a ``UserError`` if the config names an unknown backbone or an unknown output.
     """
     try:
-        return get_encoder(build_backbone(with_values(cfg, {"MODEL.BACKBONE.FREEZE_AT": 0})))
+        backbone = build_backbone(with_values(cfg, {"MODEL.BACKBONE.FREEZE_AT": 0}))
     except (KeyError, ValueError) as error:
         name = cfg.MODEL.BACKBONE.NAME
         raise UserError(f"MODEL.BACKBONE.NAME {name} cannot be built: {error}") from error
+    return get_encoder(backbone)
 
 
 def accept_prefixes(backbone: Backbone) -> None:
@@ -109,10 +119,10 @@ def accept_prefixes(backbone: Backbone) -> None:
     The prefixes are "", "backbone.", "bottom_up." and "backbone.bottom_up.". Loading raises a
     ``UserError`` if the file contains only a part of the encoder, or other tensors instead of it.
     """
-    backbone.register_load_state_dict_pre_hook(_find_own)
+    backbone.register_load_state_dict_pre_hook(_rename_prefix)
 
 
-def _find_own(
+def _rename_prefix(
     backbone: Backbone,
     state_dict: dict[str, Tensor],
     prefix: str,
@@ -122,22 +132,31 @@ def _find_own(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
+    """A hook of ``load_state_dict``, see ``accept_prefixes``."""
     names = list(backbone.state_dict())
-    below = _PYRAMID if any(name.startswith(_PYRAMID) for name in names) else ""
-    encoder = [name.removeprefix(below) for name in names if name.startswith(below)]
-    own = prefix + below
-    if not any(own + name in state_dict for name in encoder):
+    is_pyramid = any(name.startswith(_PYRAMID) for name in names)
+    below = _PYRAMID if is_pyramid else ""
+    encoder_names = [name.removeprefix(below) for name in names if name.startswith(below)]
+    pyramid_names = [name for name in names if is_pyramid and not name.startswith(_PYRAMID)]
+
+    expected = prefix + below
+    if not any(expected + name in state_dict for name in encoder_names):
         # If this backbone is a child of another module, all names begin with that module's prefix.
-        others = [each for each in (prefix, *(prefix + p for p in _PREFIXES)) if each != own]
-        found = max(others, key=lambda each: sum(each + name in state_dict for name in encoder))
-        moved = {found + name: own + name for name in encoder}
-        around = found.removesuffix(_PYRAMID)
-        moved |= {around + n: prefix + n for n in names if below and not n.startswith(below)}
-        for old, new in moved.items():
+        others = [prefix, *(prefix + other for other in _PREFIXES)]
+        others.remove(expected)
+        counts = {
+            other: sum(other + name in state_dict for name in encoder_names) for other in others
+        }
+        given = max(counts, key=counts.__getitem__)
+        around = given.removesuffix(_PYRAMID)
+        new_names = {given + name: expected + name for name in encoder_names}
+        new_names |= {around + name: prefix + name for name in pyramid_names}
+        for old, new in new_names.items():
             if old in state_dict:
                 state_dict[new] = state_dict.pop(old)
-    needed = [name for name in encoder if not name.endswith("num_batches_tracked")]
-    missing = [name for name in needed if own + name not in state_dict]
+
+    needed = [name for name in encoder_names if not name.endswith("num_batches_tracked")]
+    missing = [name for name in needed if expected + name not in state_dict]
     is_wrong_file = bool(unexpected_keys if prefix else state_dict)
     if missing and (len(missing) < len(needed) or is_wrong_file):
         raise UserError(

@@ -33,7 +33,7 @@ from qbheat_det.layers import (
     pointwise,
     zero_padding,
 )
-from qbheat_det.modeling.image_model import check_value
+from qbheat_det.modeling.checks import check_value
 
 from .fpn import accept_prefixes
 from .mobile_former_archs import MOBILE_FORMER_ARCHS, BlockSpec, MobileFormerArch

@@ -7,12 +7,13 @@ Detectron2 can build a backbone from ``MODEL.BACKBONE.NAME: "timm:resnet18"``.
 them.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import timm
 import torch
-from detectron2.config import CfgNode, configurable
+from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import BACKBONE_REGISTRY, Backbone
 from timm.layers import BatchNormAct2d, Conv2dSame, FrozenBatchNormAct2d
@@ -23,11 +24,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from qbheat_det.config.loading import TIMM_PREFIX, check_timm_name
 from qbheat_det.core.errors import UserError
-from qbheat_det.modeling.image_model import ImageModel, check_value
+from qbheat_det.modeling.checks import check_value
 
 from .fpn import accept_prefixes
 
-_FREEZE_ALL = 5
 _PROBE_SIZE = (64, 96)  # image size for which height, width and channels of feature maps differ
 
 
@@ -38,6 +38,9 @@ class TimmBackbone(Backbone):
     are removed. Images are padded to a multiple of the coarsest stride, and padding is treated as
     part of the image. ``net`` is the timm model.
     """
+
+    freeze_all = 5
+    """See ``get_freeze_all`` in ``modeling/contracts.py``."""
 
     def __init__(
         self, *, name: str, out_features: Sequence[str], freeze_at: int = 0, in_channels: int = 3
@@ -79,13 +82,10 @@ class TimmBackbone(Backbone):
         removed = {key.rpartition(".")[0] for key in whole - set(self.net.state_dict())} - {""}
         self.optional_modules = tuple(f"net.{path}" for path in sorted(removed))
         # Detectron2's Backbone builds output_shape() from these two.
-        self._out_feature_channels = {k: infos[k]["num_chs"] for k in self._out_features}
-        self._out_feature_strides = {k: infos[k]["reduction"] for k in self._out_features}
+        self._out_feature_channels = {key: infos[key]["num_chs"] for key in self._out_features}
+        self._out_feature_strides = {key: infos[key]["reduction"] for key in self._out_features}
         self._freeze(freeze_at, self._trace(name, infos, in_channels))
         accept_prefixes(self)
-
-    freeze_all = _FREEZE_ALL
-    """See ``get_freeze_all`` in ``modeling/contracts.py``."""
 
     @property
     def size_divisibility(self) -> int:
@@ -105,9 +105,10 @@ class TimmBackbone(Backbone):
         self, name: str, infos: Mapping[str, dict[str, Any]], in_channels: int
     ) -> dict[str, set[str]]:
         """Runs the network once. Returns the names of the parameters that each map depends on."""
-        built = {k: info for k, info in infos.items() if info["index"] <= max(self._indices)}
-        named = dict(self.net.named_parameters())
-        device = next(iter(named.values())).device
+        last = max(self._indices)
+        built = {key: info for key, info in infos.items() if info["index"] <= last}
+        parameters = dict(self.net.named_parameters())
+        device = next(iter(parameters.values())).device
         x = torch.zeros(1, in_channels, *_PROBE_SIZE, device=device)
         self.net.eval()
         with torch.enable_grad():
@@ -116,23 +117,35 @@ class TimmBackbone(Backbone):
             except Exception as error:  # models raise errors of many types
                 raise _refusal(name, f"({type(error).__name__})") from error
             sources = {}
-            for (key, info), out in zip(built.items(), maps, strict=True):
-                sides = (-(-side // info["reduction"]) for side in _PROBE_SIZE)
-                expected = (info["num_chs"], *sides)
-                if out.shape[1:] != expected:
-                    raise _refusal(name, f"('{key}' is {tuple(out.shape[1:])}, not {expected})")
-                found = torch.autograd.grad(
-                    out.sum(), list(named.values()), allow_unused=True, retain_graph=True
+            for (key, info), feature_map in zip(built.items(), maps, strict=True):
+                size = [math.ceil(side / info["reduction"]) for side in _PROBE_SIZE]
+                shape = tuple(feature_map.shape[1:])
+                expected = (info["num_chs"], *size)
+                if shape != expected:
+                    raise _refusal(name, f"('{key}' is {shape}, not {expected})")
+                gradients = torch.autograd.grad(
+                    feature_map.sum(),
+                    list(parameters.values()),
+                    allow_unused=True,
+                    retain_graph=True,
                 )
-                sources[key] = {n for n, g in zip(named, found, strict=True) if g is not None}
+                sources[key] = {
+                    parameter
+                    for parameter, gradient in zip(parameters, gradients, strict=True)
+                    if gradient is not None
+                }
         self.net.train()
         return sources
 
     def _freeze(self, freeze_at: int, sources: Mapping[str, set[str]]) -> None:
-        used = set[str]().union(*(sources[key] for key in self._out_features))
-        frozen = set[str]()
+        """Freezes layers (see the constructor), and parameters that no output depends on."""
+        used: set[str] = set()
+        frozen: set[str] = set()
         for key, names in sources.items():
-            if freeze_at >= _FREEZE_ALL or int(key[1:]) <= 2**freeze_at * (freeze_at > 0):
+            stride = int(key.removeprefix("s"))
+            if key in self._out_features:
+                used |= names
+            if freeze_at >= self.freeze_all or (freeze_at > 0 and stride <= 2**freeze_at):
                 frozen |= names
         for name, parameter in self.net.named_parameters():
             # In networks with several branches, some remaining parameters reach no output.
@@ -188,49 +201,6 @@ for _name in timm.list_models():
     register_timm_backbone(_name)
 
 
-class Teacher(ImageModel):
-    """The frozen timm network of ``MODEL.TEACHER``, whose features are distilled."""
-
-    mapper_name = "pretrain"
-
-    @configurable
-    def __init__(self, **parts: Any) -> None:
-        """Takes the arguments of ``ImageModel``. ``backbone`` must already be frozen."""
-        super().__init__(**parts)
-        self.eval()
-
-    @classmethod
-    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
-        node = cfg.MODEL.TEACHER
-        return {
-            "backbone": _build_teacher(cfg),
-            "in_feature": node.IN_FEATURE,
-            "head_in_features": [node.IN_FEATURE],
-            "image_size": node.IMAGE_SIZE,
-            "pixel_mean": node.PIXEL_MEAN,
-            "pixel_std": node.PIXEL_STD,
-        }
-
-    @torch.inference_mode()
-    def forward(self, batched_inputs: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """Takes dicts with "image" (3, S, S) and returns feature maps (N, C, H, W) by name."""
-        return self.backbone(self.preprocess_image(batched_inputs))
-
-
-def find_teacher_map(cfg: CfgNode) -> ShapeSpec:
-    """Returns channels and stride of the teacher's output without allocating its weights."""
-    with torch.device("meta"):
-        return _build_teacher(cfg).output_shape()[cfg.MODEL.TEACHER.IN_FEATURE]
-
-
-def _build_teacher(cfg: CfgNode) -> TimmBackbone:
-    node = cfg.MODEL.TEACHER
-    try:
-        return TimmBackbone(name=node.NAME, out_features=[node.IN_FEATURE], freeze_at=_FREEZE_ALL)
-    except UserError as error:
-        raise UserError(f"MODEL.TEACHER.NAME: {error}") from None
-
-
 class FrozenNorm(FrozenBatchNormAct2d):
     """timm's frozen BatchNorm and activation in fewer passes over the feature map.
 
@@ -243,13 +213,15 @@ class FrozenNorm(FrozenBatchNormAct2d):
         layer = cls(norm.num_features, eps=norm.eps, apply_act=False)
         layer.load_state_dict(norm.state_dict(), strict=False)
         if isinstance(norm, BatchNormAct2d):
-            layer.drop, layer.act = norm.drop, norm.act
+            layer.drop = norm.drop
+            layer.act = norm.act
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
         """Takes and returns (N, C, H, W)."""
-        statistics = self.running_mean, self.running_var
-        x = functional.batch_norm(x, *statistics, self.weight, self.bias, eps=self.eps)
+        x = functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+        )
         return self.act(self.drop(x))
 
 
@@ -302,7 +274,8 @@ class TraceableConv2dSame(Conv2dSame):
                 groups=conv.groups,
                 bias=conv.bias is not None,
             )
-        layer.weight, layer.bias = conv.weight, conv.bias
+        layer.weight = conv.weight
+        layer.bias = conv.bias
         return layer
 
     def forward(self, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torchvision.ops import box_convert, box_iou, generalized_box_iou
 
-from qbheat_det.modeling.image_model import check_value
+from qbheat_det.modeling.checks import check_value
 
 
 @dataclass(frozen=True)
@@ -73,18 +73,18 @@ class SoftmaxClassification:
         """Takes the weight of unmatched queries."""
         self.no_object_weight = no_object_weight
 
-    def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
+    def loss(self, logits: Tensor, classes: Tensor, quality: Tensor) -> Tensor:
         """Returns the loss (N, …) of each query, before division by ``normalizer``.
 
         Args:
             logits: (N, …, K + 1), float32.
-            wanted: (N, …), classes in [0, K], where K is "no object".
+            classes: (N, …), true classes in [0, K], where K is "no object".
             quality: (N, …), IoU of the predicted box with the matched box, without gradient. 0 for
                 unmatched queries.
         """
         weight = logits.new_ones(logits.shape[-1])
         weight[-1] = self.no_object_weight
-        return F.cross_entropy(logits.movedim(-1, 1), wanted, weight, reduction="none")
+        return F.cross_entropy(logits.movedim(-1, 1), classes, weight, reduction="none")
 
     def normalizer(self, matched: int, unmatched: int) -> float:
         """Takes the numbers of matched and unmatched queries. Returns the divisor of the loss."""
@@ -139,12 +139,12 @@ class FocalClassification:
         self.iou_target = iou_target
         self.initial_bias = -math.log((1 - prior) / prior)
 
-    def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
+    def loss(self, logits: Tensor, classes: Tensor, quality: Tensor) -> Tensor:
         logits = logits[..., :-1]
-        is_wanted = wanted[..., None] == torch.arange(logits.shape[-1], device=logits.device)
-        target = (1 - self.iou_target * (1 - quality))[..., None] * is_wanted
+        is_true = classes[..., None] == torch.arange(logits.shape[-1], device=logits.device)
+        target = (1 - self.iou_target * (1 - quality))[..., None] * is_true
         entropy = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
-        balance = self.alpha * is_wanted + (1 - self.alpha) * ~is_wanted
+        balance = self.alpha * is_true + (1 - self.alpha) * ~is_true
         distance = (target - logits.sigmoid()).abs()
         return (balance * distance.pow(self.gamma) * entropy).sum(dim=-1)
 
@@ -158,9 +158,9 @@ class FocalClassification:
         """Returns (focal loss if the class is true) - (focal loss if it is false) as the cost."""
         logits = logits.gather(-1, labels)
         p = logits.sigmoid()
-        wanted = -self.alpha * (1 - p).pow(self.gamma) * F.logsigmoid(logits)
-        unwanted = -(1 - self.alpha) * p.pow(self.gamma) * F.logsigmoid(-logits)
-        return wanted - unwanted
+        loss_if_true = -self.alpha * (1 - p).pow(self.gamma) * F.logsigmoid(logits)
+        loss_if_false = -(1 - self.alpha) * p.pow(self.gamma) * F.logsigmoid(-logits)
+        return loss_if_true - loss_if_false
 
 
 class SetCriterion(nn.Module):
@@ -208,15 +208,17 @@ class SetCriterion(nn.Module):
             targets: ground truth of the N images.
             normalizers: (2,), divisors from ``mean_normalizers`` for the effective batch.
         """
-        logits, boxes = outputs["pred_logits"].float(), outputs["pred_boxes"].float()
+        logits = outputs["pred_logits"].float()
+        boxes = outputs["pred_boxes"].float()
         matches = self.match(logits, boxes, targets)
-        losses = self.block_losses(logits, boxes, targets, normalizers, matches)
+        block_losses = self.block_losses(logits, boxes, targets, normalizers, matches)
+        losses = {}
         last = len(logits) - 1
-        return {
-            name if block == last else f"{name}_{block}": loss[block]
-            for block in range(last + 1)
-            for name, loss in losses.items()
-        }
+        for block in range(len(logits)):
+            suffix = "" if block == last else f"_{block}"
+            for name, loss in block_losses.items():
+                losses[f"{name}{suffix}"] = loss[block]
+        return losses
 
     @torch.no_grad()
     def match(self, logits: Tensor, boxes: Tensor, targets: Targets) -> Matches:
@@ -228,25 +230,26 @@ class SetCriterion(nn.Module):
         from scipy.optimize import linear_sum_assignment  # half a second, in training only
 
         cost = self.matching_cost(logits.float(), boxes.float(), targets).cpu().numpy()
-        rows = [np.empty((4, 0), dtype=np.int64)]
+        columns = [np.empty((4, 0), dtype=np.int64)]
         for block, image in np.ndindex(*cost.shape[:2]):
-            query, target = linear_sum_assignment(cost[block, image, :, : targets.counts[image]])
+            num_boxes = targets.counts[image]
+            query, target = linear_sum_assignment(cost[block, image, :, :num_boxes])
             where = np.broadcast_to([[block], [image]], (2, len(query)))
-            rows.append(np.concatenate([where, query[None], target[None]]))
-        index = torch.from_numpy(np.concatenate(rows, axis=1)).to(boxes.device, non_blocking=True)
-        return Matches(*index)
+            columns.append(np.concatenate([where, query[None], target[None]]))
+        index = torch.from_numpy(np.concatenate(columns, axis=1))
+        return Matches(*index.to(boxes.device, non_blocking=True))
 
     def matching_cost(self, logits: Tensor, boxes: Tensor, targets: Targets) -> Tensor:
         """Returns costs (L, N, Q, T). Columns beyond an image's number of boxes are padding."""
         labels = targets.labels[None, :, None].expand(*logits.shape[:3], -1)
         distance = torch.cdist(boxes, targets.boxes[None].expand(len(boxes), -1, -1, -1), p=1)
         predicted = box_convert(boxes, "cxcywh", "xyxy")
-        wanted = box_convert(targets.boxes, "cxcywh", "xyxy")
-        pairwise = torch.vmap(torch.vmap(generalized_box_iou), in_dims=(0, None))
+        true = box_convert(targets.boxes, "cxcywh", "xyxy")
+        pairwise_giou = torch.vmap(torch.vmap(generalized_box_iou), in_dims=(0, None))
         cost = (
             self.l1_weight * distance
             + self.class_weight * self.classification.matching_cost(logits, labels)
-            - self.giou_weight * pairwise(predicted, wanted)
+            - self.giou_weight * pairwise_giou(predicted, true)
         )
         # NaN would crash the solver. The trainer reports diverged models by checking the loss.
         return cost.nan_to_num(nan=1e6, posinf=1e6, neginf=-1e6)
@@ -263,23 +266,29 @@ class SetCriterion(nn.Module):
 
         ``logits`` and ``boxes`` are in float32, see ``forward``. For ``matches``, see ``match``.
         """
-        classes, num_boxes = normalizers
-        where = matches.block, matches.image, matches.query
-        predicted, true_boxes = boxes[where], targets.boxes[matches.image, matches.target]  # (P, 4)
-        wanted = torch.full(logits.shape[:3], self.num_classes, device=logits.device)
-        wanted[where] = targets.labels[matches.image, matches.target]
-        quality = boxes.new_zeros(wanted.shape)
+        class_normalizer, box_normalizer = normalizers
+        matched_queries = (matches.block, matches.image, matches.query)
+        predicted_boxes = boxes[matched_queries]  # (P, 4)
+        true_boxes = targets.boxes[matches.image, matches.target]  # (P, 4)
+
+        classes = torch.full(logits.shape[:3], self.num_classes, device=logits.device)
+        classes[matched_queries] = targets.labels[matches.image, matches.target]
+        quality = boxes.new_zeros(classes.shape)
         if self.classification.reads_quality:
-            quality[where] = _pair_by_pair(box_iou, predicted.detach(), true_boxes)
-        class_sums = self.classification.loss(logits, wanted, quality).sum(dim=(1, 2))
-        distance = (predicted - true_boxes).abs().sum(dim=-1)
-        overlap = _pair_by_pair(generalized_box_iou, predicted, true_boxes)
+            overlaps = _pair_by_pair(box_iou, predicted_boxes.detach(), true_boxes)
+            quality[matched_queries] = overlaps
+        class_losses = self.classification.loss(logits, classes, quality)  # (L, N, Q)
+        l1_losses = (predicted_boxes - true_boxes).abs().sum(dim=-1)  # (P,)
+        giou_losses = 1 - _pair_by_pair(generalized_box_iou, predicted_boxes, true_boxes)  # (P,)
+
+        class_sums = class_losses.sum(dim=(1, 2))
         zeros = boxes.new_zeros(len(boxes))
-        sums = [zeros.index_add(0, matches.block, pairs) for pairs in (distance, 1 - overlap)]
+        l1_sums = zeros.index_add(0, matches.block, l1_losses)
+        giou_sums = zeros.index_add(0, matches.block, giou_losses)
         return {
-            "loss_ce": self.class_weight * class_sums / classes,
-            "loss_bbox": sums[0] * (self.l1_weight / num_boxes),
-            "loss_giou": sums[1] * (self.giou_weight / num_boxes),
+            "loss_ce": self.class_weight * class_sums / class_normalizer,
+            "loss_bbox": l1_sums * (self.l1_weight / box_normalizer),
+            "loss_giou": giou_sums * (self.giou_weight / box_normalizer),
         }
 
     def normalizers(self, counts: Sequence[int], num_queries: int) -> tuple[float, float]:
@@ -299,5 +308,6 @@ class SetCriterion(nn.Module):
 
 def _pair_by_pair(overlap: Callable[..., Tensor], first: Tensor, second: Tensor) -> Tensor:
     """Returns the overlaps (P,) of P pairs of boxes. Both arguments are (P, 4), cxcywh."""
-    corners = (box_convert(each, "cxcywh", "xyxy")[:, None] for each in (first, second))
-    return torch.vmap(overlap)(*corners)[:, 0, 0]
+    first = box_convert(first, "cxcywh", "xyxy")[:, None]
+    second = box_convert(second, "cxcywh", "xyxy")[:, None]
+    return torch.vmap(overlap)(first, second)[:, 0, 0]

@@ -25,7 +25,7 @@ from qbheat_det.layers import (
     pointwise,
     zero_padding,
 )
-from qbheat_det.modeling.image_model import check_value
+from qbheat_det.modeling.checks import check_value
 
 
 @dataclass(frozen=True)

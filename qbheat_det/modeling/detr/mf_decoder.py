@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.layers import DynamicReLU, SinePositionEncoding, halve, resize_bilinear
-from qbheat_det.modeling.image_model import check_value
+from qbheat_det.modeling.checks import check_value
 
 from .decoder_block import (
     DecoderBlock,

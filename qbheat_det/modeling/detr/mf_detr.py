@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torchvision.ops import box_convert
 
 from qbheat_det.layers import halve, padding_mask
+from qbheat_det.modeling.cached_images import find_cached_images
+from qbheat_det.modeling.checks import check_value
 from qbheat_det.modeling.contracts import pick_outputs
-from qbheat_det.modeling.image_model import check_value, find_cached_images
 
 from .criterion import FocalClassification, SetCriterion, SoftmaxClassification, Targets
 from .decoder_block import DecoderWidths
@@ -66,8 +67,11 @@ class MFDETR(nn.Module):
         self.decoder = decoder
         self.criterion = criterion
         self.in_features = list(in_features)
-        first = decoder if decoder.selection is None else decoder.selection
-        nn.init.constant_(first.class_embed.bias, criterion.classification.initial_bias)
+        # The first module that predicts classes.
+        classifier: MFDecoder | QuerySelection = decoder
+        if decoder.selection is not None:
+            classifier = decoder.selection
+        nn.init.constant_(classifier.class_embed.bias, criterion.classification.initial_bias)
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(-1, 1, 1), False)
         self.register_buffer("pixel_std", torch.tensor(pixel_std).view(-1, 1, 1), False)
         self.pixel_mean: Tensor
@@ -87,8 +91,8 @@ class MFDETR(nn.Module):
         shapes = pick_outputs(backbone, node.IN_FEATURES, "MODEL.MF_DETR.IN_FEATURES")
         return {
             "backbone": backbone,
-            "criterion": _build_criterion(node),
-            "decoder": _build_decoder(node, shapes),
+            "criterion": build_criterion(node),
+            "decoder": build_decoder(node, shapes),
             "in_features": node.IN_FEATURES,
             "pixel_mean": cfg.MODEL.PIXEL_MEAN,
             "pixel_std": cfg.MODEL.PIXEL_STD,
@@ -115,26 +119,28 @@ class MFDETR(nn.Module):
         """
         images = self.preprocess_image(batched_inputs)
         features, padding = self.extract_features(images)
-        if self.training:
-            targets = self.prepare_targets(batched_inputs)
-            if normalizers is None:
-                counts = self.loss_counts(batched_inputs).to(self.device, non_blocking=True)
-                if comm.get_world_size() > 1:
-                    torch.distributed.all_reduce(counts)
-                normalizers = self.loss_normalizers(counts, comm.get_world_size())
+        if not self.training:
             outputs = self.decoder(features, padding)
-            losses = self.criterion(outputs, targets, normalizers)
-            if (selection := self.decoder.selection) is not None:
-                proposals = outputs["proposals"]
-                losses |= selection.losses(proposals, targets, self.criterion, normalizers)
-            return losses
-        results = self.inference(self.decoder(features, padding), images.image_sizes)
-        detections = []
-        for entry, found in zip(batched_inputs, results, strict=True):
-            height, width = found.image_size
-            size = entry.get("height", height), entry.get("width", width)
-            detections.append({"instances": detector_postprocess(found, *size)})
-        return detections
+            detections = self.inference(outputs, images.image_sizes)
+            return self.resize_detections(detections, batched_inputs)
+        targets = self.prepare_targets(batched_inputs)
+        if normalizers is None:
+            normalizers = self.compute_normalizers(batched_inputs)
+        outputs = self.decoder(features, padding)
+        losses = self.criterion(outputs, targets, normalizers)
+        if self.decoder.selection is not None:
+            losses |= self.decoder.selection.losses(
+                outputs["proposals"], targets, self.criterion, normalizers
+            )
+        return losses
+
+    def compute_normalizers(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
+        """Returns the divisors (2,) of the losses for the batches of all processes together."""
+        counts = self.loss_counts(batched_inputs).to(self.device, non_blocking=True)
+        num_processes = comm.get_world_size()
+        if num_processes > 1:
+            torch.distributed.all_reduce(counts)
+        return self.loss_normalizers(counts, num_processes)
 
     def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
         """Returns the divisors (2,) of the class and box losses for a batch."""
@@ -160,20 +166,21 @@ class MFDETR(nn.Module):
     def extract_features(self, images: ImageList) -> tuple[list[Tensor], Tensor | None]:
         """Returns the backbone's outputs named in ``self.in_features``, and the padding mask
         (N, 1, H, W) at stride 8, which is None if no image is padded."""
-        size = tuple(images.tensor.shape[-2:])
-        sizes = padding = None
-        if any(tuple(each) != size for each in images.image_sizes):
-            sizes = torch.tensor(images.image_sizes).to(self.device, non_blocking=True)
-            padding = padding_mask(sizes, size)
-        inputs = (
-            [images.tensor] if sizes is None or not self.masks_padding else [images.tensor, sizes]
-        )
+        padded_size = tuple(images.tensor.shape[-2:])
+        inputs = [images.tensor]
+        padding = None
+        if any(tuple(size) != padded_size for size in images.image_sizes):
+            image_sizes = torch.tensor(images.image_sizes).to(self.device, non_blocking=True)
+            padding = padding_mask(image_sizes, padded_size)
+            if self.masks_padding:
+                inputs.append(image_sizes)
         features = self.backbone(*inputs)
         return [features[name] for name in self.in_features], halve(halve(halve(padding)))
 
     def prepare_targets(self, batched_inputs: list[dict[str, Any]]) -> Targets:
         """Converts ground truth from absolute XYXY to cxcywh in [0, 1] of each unpadded image."""
-        labels, boxes = [], []
+        labels = []
+        boxes = []
         for entry in batched_inputs:
             instances: Instances = entry["instances"].to(self.device)
             height, width = instances.image_size
@@ -194,20 +201,42 @@ class MFDETR(nn.Module):
             scale = torch.tensor([width, height] * 2).to(corners.device, non_blocking=True)
             boxes = Boxes(corners[index] * scale)
             boxes.clip((height, width))
-            fields = {"scores": scores[index], "pred_classes": classes[index]}
-            results.append(Instances((height, width), pred_boxes=boxes, **fields))
+            results.append(
+                Instances(
+                    (height, width),
+                    pred_boxes=boxes,
+                    scores=scores[index],
+                    pred_classes=classes[index],
+                )
+            )
+        return results
+
+    @staticmethod
+    def resize_detections(
+        detections: list[Instances], batched_inputs: list[dict[str, Any]]
+    ) -> list[dict[str, Instances]]:
+        """Scales the boxes of each image to its "height" and "width", if the input has them."""
+        results = []
+        for entry, instances in zip(batched_inputs, detections, strict=True):
+            height = entry.get("height", instances.image_size[0])
+            width = entry.get("width", instances.image_size[1])
+            results.append({"instances": detector_postprocess(instances, height, width)})
         return results
 
 
-def _build_decoder(node: CfgNode, input_shape: Sequence[ShapeSpec]) -> MFDecoder:
+def build_decoder(node: CfgNode, input_shape: Sequence[ShapeSpec]) -> MFDecoder:
+    """Builds the decoder that ``MODEL.MF_DETR`` describes."""
     selection = None
     if node.QUERY_SELECTION.ENABLED:
         if node.CLASSIFICATION != "focal":
             raise ValueError(
                 "MODEL.MF_DETR.QUERY_SELECTION needs MODEL.MF_DETR.CLASSIFICATION 'focal'"
             )
-        sizes = {"num_classes": node.NUM_CLASSES, "num_queries": node.NUM_OBJECT_QUERIES}
-        selection = QuerySelection(**sizes, dim=node.HIDDEN_DIM)
+        selection = QuerySelection(
+            num_classes=node.NUM_CLASSES,
+            num_queries=node.NUM_OBJECT_QUERIES,
+            dim=node.HIDDEN_DIM,
+        )
     return MFDecoder(
         input_shape=input_shape,
         num_classes=node.NUM_CLASSES,
@@ -225,14 +254,23 @@ def _build_decoder(node: CfgNode, input_shape: Sequence[ShapeSpec]) -> MFDecoder
     )
 
 
-def _build_criterion(node: CfgNode) -> SetCriterion:
-    kind, known = node.CLASSIFICATION, ("softmax", "focal")
-    check_value(kind in known, "MF_DETR.CLASSIFICATION", kind, f"one of {known}")
-    softmax = SoftmaxClassification(no_object_weight=node.NO_OBJECT_WEIGHT)
-    focal = FocalClassification(**{name.lower(): value for name, value in node.FOCAL.items()})
+def build_criterion(node: CfgNode) -> SetCriterion:
+    """Builds the matching and the losses that ``MODEL.MF_DETR`` describes."""
+    classifications: dict[str, SoftmaxClassification | FocalClassification] = {
+        "softmax": SoftmaxClassification(no_object_weight=node.NO_OBJECT_WEIGHT),
+        "focal": FocalClassification(
+            gamma=node.FOCAL.GAMMA,
+            alpha=node.FOCAL.ALPHA,
+            iou_target=node.FOCAL.IOU_TARGET,
+            prior=node.FOCAL.PRIOR,
+        ),
+    }
+    name = node.CLASSIFICATION
+    known = tuple(classifications)
+    check_value(name in known, "MF_DETR.CLASSIFICATION", name, f"one of {known}")
     return SetCriterion(
         num_classes=node.NUM_CLASSES,
-        classification=focal if kind == "focal" else softmax,
+        classification=classifications[name],
         class_weight=node.CLASS_WEIGHT,
         l1_weight=node.L1_WEIGHT,
         giou_weight=node.GIOU_WEIGHT,

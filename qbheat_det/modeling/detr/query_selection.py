@@ -59,6 +59,11 @@ def refine_boxes(boxes: Tensor, deltas: Tensor) -> Tensor:
     return torch.cat([centers + shift * sizes, sizes * scale], dim=-1)
 
 
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Takes rows (N, P, D) and indices (N, Q). Returns the rows (N, Q, D) at these indices."""
+    return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
+
+
 class QuerySelection(nn.Module):
     """A dense head on the feature maps of all levels, which selects positions as queries."""
 
@@ -98,42 +103,50 @@ class QuerySelection(nn.Module):
 
     def propose(self, levels: Sequence[Tensor], masks: Sequence[Tensor | None]) -> Proposals:
         """Predicts from feature maps (N, C, H, W) and padding masks (N, 1, H, W) of all levels."""
-        parts = [self._propose(x, mask) for x, mask in zip(levels, masks, strict=True)]
-        *fields, counts = zip(*parts, strict=True)
-        joined = [torch.cat(field, dim=1) for field in fields]
-        return Proposals._make([*joined, sum(counts, ())])
+        parts = [self.propose_level(x, mask) for x, mask in zip(levels, masks, strict=True)]
+        return Proposals(
+            logits=torch.cat([part.logits for part in parts], dim=1),
+            boxes=torch.cat([part.boxes for part in parts], dim=1),
+            anchors=torch.cat([part.anchors for part in parts], dim=1),
+            features=torch.cat([part.features for part in parts], dim=1),
+            distinct=torch.cat([part.distinct for part in parts], dim=1),
+            num_positions=tuple(number for part in parts for number in part.num_positions),
+        )
 
     def select(self, proposals: Proposals) -> SelectedQueries:
         """Returns Q proposals as queries: distinct ones first, by descending score."""
         # Adds Q empty proposals, in case the feature maps have fewer than Q positions.
-        logits, boxes, features = (
-            F.pad(field, (0, 0, 0, self.num_queries), value=value)
-            for field, value in (
-                (proposals.logits, _NEVER),
-                (proposals.boxes, 0.5),
-                (proposals.features, 0.0),
-            )
-        )
+        rows = (0, 0, 0, self.num_queries)
+        logits = F.pad(proposals.logits, rows, value=_NEVER)
+        boxes = F.pad(proposals.boxes, rows, value=0.5)
+        features = F.pad(proposals.features, rows, value=0.0)
         distinct = F.pad(proposals.distinct, (0, self.num_queries))
+
         scores = logits[..., :-1].amax(dim=-1)
         scores = torch.where(distinct, scores, scores + _NEVER)
-        index = scores.topk(self.num_queries, dim=1).indices[..., None]
-        logits, boxes, features = (
-            field.gather(1, index.expand(-1, -1, field.shape[-1]))
-            for field in (logits, boxes, features)
+        index = scores.topk(self.num_queries, dim=1).indices
+        logits = gather_rows(logits, index).detach()
+        boxes = gather_rows(boxes, index).detach()
+        features = gather_rows(features, index)
+
+        box_code = self.position_encoding.wave(boxes.clamp(0, 1)).flatten(-2)  # (N, Q, 2 C)
+        return SelectedQueries(
+            content=self.content(features),
+            position=self.box_embed(box_code),
+            logits=logits,
+            boxes=boxes,
         )
-        boxes = boxes.detach()
-        code = self.position_encoding.wave(boxes.clamp(0, 1)).flatten(-2)  # (N, Q, 2 C)
-        return SelectedQueries(self.content(features), self.box_embed(code), logits.detach(), boxes)
 
     def losses(
         self, proposals: Proposals, targets: Targets, criterion: SetCriterion, normalizers: Tensor
     ) -> dict[str, Tensor]:
         """Returns the weighted losses of the dense head, such as "loss_proposal_ce".
 
-        ``normalizers`` (2,) are the divisors of the decoder's own losses.
+        ``normalizers`` (2,) are the divisors of the decoder's losses.
         """
-        logits, boxes = (x.float()[None] for x in (proposals.logits, proposals.boxes))
+        # The proposals are the predictions of a single block.
+        logits = proposals.logits.float()[None]
+        boxes = proposals.boxes.float()[None]
         matches = self.assign(proposals, targets)
         losses = criterion.block_losses(logits, boxes, targets, normalizers * _DIVISOR, matches)
         return {
@@ -149,15 +162,15 @@ class QuerySelection(nn.Module):
         anchors = torch.where(proposals.logits[..., :1] <= _NEVER / 2, -_FAR, anchors)
         boxes = box_convert(targets.boxes / pixel, "cxcywh", "xyxy")
         rows = []
-        for image, count in enumerate(targets.counts):
-            levels = [Boxes(level) for level in anchors[image].split(proposals.num_positions)]
-            rows.append(self.assigner(levels, Boxes(boxes[image, :count])))
-        index = torch.stack(rows)
-        images, query = (index >= 0).nonzero(as_tuple=True)
-        target = index[images, query]
-        return Matches(block=torch.zeros_like(query), image=images, query=query, target=target)
+        for index, count in enumerate(targets.counts):
+            levels = [Boxes(level) for level in anchors[index].split(proposals.num_positions)]
+            rows.append(self.assigner(levels, Boxes(boxes[index, :count])))
+        assigned = torch.stack(rows)  # (N, P), the index of a box, or -1
+        image, query = (assigned >= 0).nonzero(as_tuple=True)
+        target = assigned[image, query]
+        return Matches(block=torch.zeros_like(query), image=image, query=query, target=target)
 
-    def _propose(self, x: Tensor, padding: Tensor | None) -> Proposals:
+    def propose_level(self, x: Tensor, padding: Tensor | None) -> Proposals:
         """Returns the P = H * W proposals of one level."""
         for conv, mix, norm in cast(Sequence[Sequence[nn.Module]], self.tower):
             mixed = mix(conv(zero_padding(x, padding))).permute(0, 2, 3, 1)
@@ -165,7 +178,7 @@ class QuerySelection(nn.Module):
         features = x.flatten(2).transpose(1, 2)  # (N, P, C)
         logits = self.class_embed(features).float()
         height, width = x.shape[-2:]
-        anchors = self._anchors((height, width), padding, logits)
+        anchors = make_anchors((height, width), padding, logits)
         boxes = refine_boxes(anchors, self.bbox_embed(features).float())
         if padding is not None:  # positions outside the image become empty proposals
             outside = padding.flatten(1)[..., None]
@@ -175,28 +188,34 @@ class QuerySelection(nn.Module):
         scores = logits[..., :-1].amax(dim=-1).detach()
         around = F.max_pool2d(scores.view(-1, 1, height, width), 3, stride=1, padding=1)
         distinct = scores >= around.flatten(1)
+        if padding is not None:
+            distinct = distinct & ~padding.flatten(1)
         return Proposals(
             logits=logits,
             boxes=boxes,
             anchors=anchors,
             features=features,
-            distinct=distinct if padding is None else distinct & ~padding.flatten(1),
+            distinct=distinct,
             num_positions=(height * width,),
         )
 
-    def _anchors(self, size: tuple[int, int], padding: Tensor | None, like: Tensor) -> Tensor:
-        """Returns the anchors (N, P, 4), cxcywh in [0, 1] of the unpadded image."""
-        height, width = size
-        if padding is None:
-            # The exporter does not support new_tensor, and len() would fix the batch size.
-            extent = torch.cat([like.new_full((like.shape[0], 1), side) for side in size], dim=1)
-        else:
-            extent = valid_sizes(padding).to(like.dtype)
-        rows, columns = (
-            torch.arange(side, device=like.device, dtype=like.dtype) + 0.5 for side in size
-        )
-        x = (columns / extent[:, 1:])[:, None].expand(-1, height, -1)
-        y = (rows / extent[:, :1])[:, :, None].expand(-1, -1, width)
-        centers = torch.stack([x, y], dim=-1).flatten(1, 2)
-        sizes = (_BASE_SIZE / extent.flip(1))[:, None].expand_as(centers)
-        return torch.cat([centers, sizes.clamp(max=1)], dim=-1)
+
+def make_anchors(size: tuple[int, int], padding: Tensor | None, like: Tensor) -> Tensor:
+    """Returns a square anchor per position, (N, P, 4), cxcywh in [0, 1] of the unpadded image.
+
+    ``size`` is (H, W) of the feature map, and ``padding`` (N, 1, H, W) its padding mask. ``like``
+    is a tensor (N, …) with the device and dtype of the anchors.
+    """
+    height, width = size
+    if padding is None:
+        # The exporter does not support new_tensor, and len() would fix the batch size.
+        extent = torch.cat([like.new_full((like.shape[0], 1), side) for side in size], dim=1)
+    else:
+        extent = valid_sizes(padding).to(like.dtype)
+    rows = torch.arange(height, device=like.device, dtype=like.dtype) + 0.5
+    columns = torch.arange(width, device=like.device, dtype=like.dtype) + 0.5
+    x = (columns / extent[:, 1:])[:, None].expand(-1, height, -1)
+    y = (rows / extent[:, :1])[:, :, None].expand(-1, -1, width)
+    centers = torch.stack([x, y], dim=-1).flatten(1, 2)
+    sizes = (_BASE_SIZE / extent.flip(1))[:, None].expand_as(centers)
+    return torch.cat([centers, sizes.clamp(max=1)], dim=-1)

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Pre-training objectives. Importing this package registers them with Detectron2."""
 
+from .base import PretrainingModel
 from .distillation import FeatureDistillation
 from .moco import MoCo
 from .qb_heat import (
@@ -22,8 +23,21 @@ from .reconstruction import (
 from .wasserstein import WassersteinDependency
 
 __all__ = [
-    "QUADRANTS", "QUADRANTS_OF", "FeatureDistillation", "HeatPredictor",
-    "InterpolatedMasking", "MaskTokenMasking", "MoCo", "QBHeat", "ReconstructionDecoder",
-    "ReconstructionLoss", "ReconstructionModel", "VisibleQuarters", "WassersteinDependency",
-    "patchify", "take", "visible_positions",
-]  # fmt: skip
+    "QUADRANTS",
+    "QUADRANTS_OF",
+    "FeatureDistillation",
+    "HeatPredictor",
+    "InterpolatedMasking",
+    "MaskTokenMasking",
+    "MoCo",
+    "PretrainingModel",
+    "QBHeat",
+    "ReconstructionDecoder",
+    "ReconstructionLoss",
+    "ReconstructionModel",
+    "VisibleQuarters",
+    "WassersteinDependency",
+    "patchify",
+    "take",
+    "visible_positions",
+]

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.modeling.backbone.timm_backbone import find_teacher_map
-from qbheat_det.modeling.image_model import PretrainingModel, check_value, find_map
+from qbheat_det.modeling.checks import check_value
+from qbheat_det.modeling.distillation_teacher import find_teacher_shape
 
+from .base import PretrainingModel, find_feature_map
 from .qb_heat import OFFSETS, HeatPredictor, QBHeat, VisibleQuarters
 
-_BETA = 2.0
+_BETA = 2.0  # of the smooth L1 loss
 
 
 @META_ARCH_REGISTRY.register()
@@ -36,7 +37,7 @@ class FeatureDistillation(PretrainingModel):
 
     pretrain_only_modules = ("projection", "predictor", "head")
     optional_modules = ("predictor",)
-    needs_teacher = True
+    needs_targets = True
 
     @configurable
     def __init__(
@@ -58,7 +59,7 @@ class FeatureDistillation(PretrainingModel):
         super().__init__(
             backbone=backbone, in_feature=in_feature, head_in_features=[in_feature], **others
         )
-        self._target = target
+        self.target = target
         channels = backbone.output_shape()[in_feature].channels
         self.projection = nn.Linear(channels, dim)
         self.predictor = predictor
@@ -66,15 +67,24 @@ class FeatureDistillation(PretrainingModel):
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
-        node, teacher, size = cfg.MODEL.QB_HEAT, cfg.MODEL.TEACHER, cfg.INPUT.PRETRAIN.SIZE
+        node = cfg.MODEL.QB_HEAT
+        teacher = cfg.MODEL.TEACHER
+        image_size = cfg.INPUT.PRETRAIN.SIZE
         kinds = (*OFFSETS, "both", "whole")
         check_value(node.VISIBLE in kinds, "QB_HEAT.VISIBLE", node.VISIBLE, f"one of {kinds}")
         check_value(node.FEATURE_DIM >= 1, "QB_HEAT.FEATURE_DIM", node.FEATURE_DIM, "at least 1")
-        target, backbone = find_teacher_map(cfg), build_backbone(cfg)
-        whole = node.VISIBLE == "whole"
-        multiple = 1 if whole else QBHeat.grid_multiple
-        shape = find_map(backbone.output_shape(), node.IN_FEATURE, size, multiple=multiple)
-        grid = size // shape.stride
+        target = find_teacher_shape(cfg)
+        backbone = build_backbone(cfg)
+        multiple = 1
+        predictor = None
+        if node.VISIBLE != "whole":
+            multiple = QBHeat.grid_multiple
+            predictor = HeatPredictor(
+                dim=node.FEATURE_DIM, num_models=node.NUM_MODELS, visible=node.VISIBLE
+            )
+        shapes = backbone.output_shape()
+        shape = find_feature_map(shapes, node.IN_FEATURE, image_size, multiple=multiple)
+        grid = image_size // shape.stride
         if grid * target.stride != teacher.IMAGE_SIZE:
             raise UserError(
                 f"MODEL.TEACHER.IMAGE_SIZE is {teacher.IMAGE_SIZE}, expected "
@@ -84,16 +94,14 @@ class FeatureDistillation(PretrainingModel):
         return {
             "backbone": backbone,
             "in_feature": node.IN_FEATURE,
-            "image_size": size,
+            "image_size": image_size,
             "target": teacher.IN_FEATURE,
             "target_channels": target.channels,
             "dim": node.FEATURE_DIM,
-            "predictor": None if whole else HeatPredictor(
-                dim=node.FEATURE_DIM, num_models=node.NUM_MODELS, visible=node.VISIBLE
-            ),
+            "predictor": predictor,
             "pixel_mean": cfg.MODEL.PIXEL_MEAN,
             "pixel_std": cfg.MODEL.PIXEL_STD,
-        }  # fmt: skip
+        }
 
     @classmethod
     def views_from_config(cls, cfg: CfgNode) -> Mapping[str, Sequence[str]]:
@@ -109,39 +117,45 @@ class FeatureDistillation(PretrainingModel):
         This is the teacher's normalized map as predicted from the whole image.
         """
         images = self.preprocess_image(batched_inputs)
-        if not (self.training or "targets" in batched_inputs[0]):
-            predicted = self.head(self._project(images))
-            return [{"target": single} for single in predicted.permute(0, 3, 1, 2)]
-        wanted = self._stack_targets(batched_inputs)
+        if not self.training and "targets" not in batched_inputs[0]:
+            predicted = self.head(self.encode(images)).permute(0, 3, 1, 2)
+            return [{"target": image} for image in predicted]
+        targets = self.stack_targets(batched_inputs)
         quarters: VisibleQuarters | None = None
         if self.predictor is None:
-            z = self._project(images)
+            z = self.encode(images)
         else:
-            quarters = self._choose_quarters(self.predictor.visible, batched_inputs)
-            z = self._project(quarters.crop(images[quarters.order]))
-            z, wanted = self.predictor(z, quarters.counts), wanted[quarters.order]
-        losses = feature_loss(self.head(z), wanted)
+            quarters = self.choose_quarters(self.predictor.visible, batched_inputs)
+            z = self.encode(quarters.crop(images[quarters.order]))
+            z = self.predictor(z, quarters.counts)
+            targets = targets[quarters.order]
+        losses = feature_loss(self.head(z), targets)
         if self.training:
             return {"loss_feature": losses.mean()}
-        found = [{"loss_feature": loss} for loss in losses]
-        return found if quarters is None else QBHeat.in_order(quarters, found)
+        results = [{"loss_feature": loss} for loss in losses]
+        if quarters is None:
+            return results
+        return quarters.restore_order(results)
 
-    def _project(self, images: Tensor) -> Tensor:
+    def encode(self, images: Tensor) -> Tensor:
         """Takes images or quarters of them, (N, 3, H, W). Returns features (N, h, w, C)."""
         return self.projection(self.backbone(images)[self.in_feature].permute(0, 2, 3, 1))
 
-    def _stack_targets(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
+    def stack_targets(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
         """Returns the teacher's features of all images, (N, G, G, T)."""
         # Features are cached in float16, which autocast to bfloat16 cannot stack.
         with torch.autocast(self.device.type, enabled=False):
-            stacked = torch.stack([entry["targets"][self._target] for entry in batched_inputs])
+            stacked = torch.stack([entry["targets"][self.target] for entry in batched_inputs])
         return stacked.to(self.device, non_blocking=True).permute(0, 2, 3, 1)
 
-    def _choose_quarters(self, visible: str, inputs: list[dict[str, Any]]) -> VisibleQuarters:
+    def choose_quarters(
+        self, visible: str, batched_inputs: list[dict[str, Any]]
+    ) -> VisibleQuarters:
         """Returns the quarters to encode: random ones in training, else the "place" of each."""
         if self.training:
-            return VisibleQuarters.draw(len(inputs), visible=visible, device=self.device)
-        return VisibleQuarters.at([entry["place"] for entry in inputs], device=self.device)
+            return VisibleQuarters.draw(len(batched_inputs), visible=visible, device=self.device)
+        places = [entry["place"] for entry in batched_inputs]
+        return VisibleQuarters.at(places, device=self.device)
 
 
 def feature_loss(predicted: Tensor, target: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ images of each process into groups with separate statistics.
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from detectron2.config import CfgNode, configurable
@@ -23,14 +23,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.modeling.image_model import (
-    PretrainingModel,
-    ProjectionHead,
-    check_equal_shares,
-    check_value,
-    embedding_from_config,
-    gather_over_processes,
-)
+from qbheat_det.modeling.checks import check_value
+
+from .all_processes import check_equal_shares, gather_over_processes
+from .base import PretrainingModel
+from .projection_head import ProjectionHead, embedding_from_config
 
 
 class MomentumCopy(nn.Module):
@@ -124,11 +121,11 @@ def embed_shuffled(
     Returns:
         (P * N, D), the embeddings in the original order.
     """
-    num_images, rank = len(images), comm.get_rank()
-    mine = order[rank * num_images : (rank + 1) * num_images]
-    dealt = gather_over_processes(images)[mine]
-    found = gather_over_processes(embed_in_groups(embed, dealt, groups))
-    return found[order.argsort()]
+    first = comm.get_rank() * len(images)
+    indices = order[first : first + len(images)]  # of the images that this process embeds
+    shuffled = gather_over_processes(images)[indices]
+    embeddings = gather_over_processes(embed_in_groups(embed, shuffled, groups))
+    return embeddings[order.argsort()]
 
 
 @META_ARCH_REGISTRY.register()
@@ -216,22 +213,29 @@ class MoCo(PretrainingModel):
             return [{"embedding": row} for row in self.embed(images)]
         key_images = self.preprocess_image(batched_inputs, key="image_key")
         if order is None:
-            num_images = len(images) * comm.get_world_size()
-            order = torch.randperm(num_images, device=self.device)
-            if comm.get_world_size() > 1:
-                torch.distributed.broadcast(order, src=0)
-        queries = embed_in_groups(self.embed, images, self.norm_groups)
+            order = self.draw_order(len(images))
+        queries = embed_in_groups(self.embed, images, self.norm_groups)  # (N, D)
         all_keys = embed_shuffled(self.embed_keys, key_images, order, self.norm_groups)
         self.queue.hold(all_keys)
-        keys = all_keys.unflatten(0, (-1, len(images)))[comm.get_rank()]
-        # Logits (N, 1 + K): the similarity to the matching key, then to the keys of the queue.
+        keys = all_keys.unflatten(0, (-1, len(images)))[comm.get_rank()]  # (N, D)
         with torch.autocast(queries.device.type, enabled=False):
-            own = (queries * keys).sum(dim=1, keepdim=True)
-            logits = torch.cat([own, queries @ self.queue.keys.T], dim=1) / self.temperature
-        is_own = logits.detach().argmax(dim=1) == 0
-        self.metrics = {"contrast_accuracy": 100 * is_own.float().mean()}
+            positives = (queries * keys).sum(dim=1, keepdim=True)  # (N, 1)
+            negatives = queries @ self.queue.keys.T  # (N, K)
+            logits = torch.cat([positives, negatives], dim=1) / self.temperature
+        is_correct = logits.detach().argmax(dim=1) == 0
+        self.metrics = {"contrast_accuracy": 100 * is_correct.float().mean()}
         targets = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
         return {"loss_contrastive": F.cross_entropy(logits, targets)}  # Eq. (1)
+
+    def draw_order(self, num_images: int) -> Tensor:
+        """Draws the order of all processes' images for ``embed_shuffled``, equal on all processes.
+
+        ``num_images`` is the number of images of each process.
+        """
+        order = torch.randperm(num_images * comm.get_world_size(), device=self.device)
+        if comm.get_world_size() > 1:
+            torch.distributed.broadcast(order, src=0)
+        return order
 
     def embed(self, images: Tensor) -> Tensor:
         """Embeds images (N, 3, S, S) as (N, D) by the query encoder."""
@@ -269,7 +273,7 @@ def check_batch(
 def _copy_missing_weights(model: MoCo, incompatible: Any) -> None:
     """Copies the encoder to the momentum encoder if the loaded weights have no momentum encoder."""
     missing = set(incompatible.missing_keys)
-    pairs = (model.momentum_backbone, model.backbone), (model.momentum_head, model.head)
-    for name, (follower, module) in zip(("backbone", "head"), pairs, strict=True):
-        if missing.issuperset(f"momentum_{name}.{key}" for key in follower.state_dict()):
-            follower.copied.load_state_dict(module.state_dict())
+    for name in ("backbone", "head"):
+        momentum_copy = cast(MomentumCopy, model.get_submodule(f"momentum_{name}"))
+        if missing.issuperset(f"momentum_{name}.{key}" for key in momentum_copy.state_dict()):
+            momentum_copy.copied.load_state_dict(model.get_submodule(name).state_dict())

@@ -23,7 +23,7 @@ from detectron2.modeling import META_ARCH_REGISTRY
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.modeling.image_model import check_value
+from qbheat_det.modeling.checks import check_value
 
 from .reconstruction import ReconstructionDecoder, ReconstructionModel
 
@@ -43,7 +43,7 @@ DIRECTIONS: dict[str, tuple[int, int]] = {
     "C22": (-1, -1),
 }
 """Signs of Δx (right) and Δy (down) for each matrix. The keys are the paper's names."""
-_NAMES = {signs: name for name, signs in DIRECTIONS.items()}
+_NAME_OF_DIRECTION = {signs: name for name, signs in DIRECTIONS.items()}
 OFFSETS = {"corner": 1 / 2, "centre": 1 / 4}
 """Side of a predicted block, relative to the side of the image, by kind of visible quarter."""
 _EXPLICIT = {8: tuple(DIRECTIONS), 4: ("A1", "A2", "B1", "B2"), 2: ("A1", "B1")}
@@ -110,19 +110,18 @@ class HeatPredictor(nn.Module):
         """
         *corners, centre = z.split(list(counts))
         # Empty groups are processed too, so that all matrices have gradients on all processes.
-        whole = []
+        images = []
         if "corner" in self.scales:
-            models = self._matrices("corner")
-            whole += [extend(group, corner, models) for corner, group in enumerate(corners)]
+            models = cast(LinearModels, self.scales["corner"]).matrices()
+            for corner, quarter in enumerate(corners):
+                images.append(extend(quarter, corner, models))
         if "centre" in self.scales:
-            models = self._matrices("centre")
+            models = cast(LinearModels, self.scales["centre"]).matrices()
             # Each quarter of the centre is the inner corner of a quarter of the image.
             blocks = [block for row in centre.chunk(2, dim=1) for block in row.chunk(2, dim=2)]
-            whole.append(_tile([extend(block, 3 - i, models) for i, block in enumerate(blocks)]))
-        return torch.cat(whole)
-
-    def _matrices(self, scale: str) -> dict[str, Tensor]:
-        return cast(LinearModels, self.scales[scale]).matrices()
+            quarters = [extend(block, 3 - i, models) for i, block in enumerate(blocks)]
+            images.append(tile(quarters))
+        return torch.cat(images)
 
 
 def extend(z: Tensor, corner: int, models: Mapping[str, Tensor]) -> Tensor:
@@ -133,14 +132,17 @@ def extend(z: Tensor, corner: int, models: Mapping[str, Tensor]) -> Tensor:
     """
     row, column = divmod(corner, 2)
     others = [block for block in product((0, 1), (0, 1)) if block != (row, column)]
-    weight = torch.cat([models[_NAMES[right - column, down - row]] for down, right in others])
+    # The three matrices side by side, so that one product predicts all three blocks.
+    weight = torch.cat(
+        [models[_NAME_OF_DIRECTION[right - column, down - row]] for down, right in others]
+    )
     # The identity is added separately, because I + M in bfloat16 would round small M to zero.
     blocks = [z + change for change in F.linear(z, weight).chunk(3, dim=-1)]
     blocks.insert(corner, z)
-    return _tile(blocks)
+    return tile(blocks)
 
 
-def _tile(blocks: Sequence[Tensor]) -> Tensor:
+def tile(blocks: Sequence[Tensor]) -> Tensor:
     """Concatenates four blocks (N, H, W, C), in the order of ``CORNERS``, to (N, 2H, 2W, C)."""
     top_left, top_right, bottom_left, bottom_right = blocks
     top = torch.cat([top_left, top_right], dim=2)
@@ -184,14 +186,27 @@ class VisibleQuarters:
     def crop(self, images: Tensor) -> Tensor:
         """Crops images (N, C, S, S), sorted by ``order``, to quarters (N, C, S / 2, S / 2)."""
         half = images.shape[-1] // 2
-        firsts = [*product((0, half), (0, half)), (half // 2, half // 2)]  # row and column
-        groups = zip(images.split(self.counts), firsts, strict=True)
-        return torch.cat([x[..., i : i + half, j : j + half] for x, (i, j) in groups])
+        corners = list(product((0, half), (0, half)))
+        firsts = [*corners, (half // 2, half // 2)]  # first row and column of each of QUADRANTS
+        quarters = []
+        for group, (row, column) in zip(images.split(self.counts), firsts, strict=True):
+            quarters.append(group[..., row : row + half, column : column + half])
+        return torch.cat(quarters)
 
     def spread(self, values: Tensor) -> Tensor:
         """Takes one value per quadrant, (5, ...). Returns one per image, (N, ...), in ``order``."""
         pairs = zip(values, self.counts, strict=True)
         return torch.cat([value.expand(count, *value.shape) for value, count in pairs])
+
+    def restore_order(self, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Takes one result per image, in ``order``. Returns them in the order of the batch, each
+        with the name of the visible quarter as "place"."""
+        counts = zip(QUADRANTS, self.counts, strict=True)
+        places = [name for name, count in counts for _ in range(count)]
+        ordered: list[dict[str, Any]] = [{}] * len(results)
+        for index, place, result in zip(self.order.tolist(), places, results, strict=True):
+            ordered[index] = {**result, "place": place}
+        return ordered
 
 
 def visible_positions(size: int) -> Tensor:
@@ -253,16 +268,18 @@ class QBHeat(ReconstructionModel):
             for each image.
         """
         images = self.preprocess_image(batched_inputs)
-        if quadrants is None and not self.training:
-            own = [entry["place"] for entry in batched_inputs if "place" in entry]
-            quadrants = own if len(own) == len(images) else None
+        has_places = all("place" in entry for entry in batched_inputs)
+        if quadrants is None and has_places and not self.training:
+            quadrants = [entry["place"] for entry in batched_inputs]
         quarters = self.choose_quarters(len(images), quadrants)
         images = images[quarters.order]
-        z = self.predictor(self.encode(quarters.crop(images)), quarters.counts)
+        z = self.encode(quarters.crop(images))  # (N, G / 2, G / 2, C)
+        z = self.predictor(z, quarters.counts)  # (N, G, G, C)
         visible = quarters.spread(self.visible)
         if self.training:
-            return self.training_losses(z, images, visible, visible.shape[1] * 3 // 4)
-        return self.in_order(quarters, self.inference(z, images, visible))
+            num_masked = visible.shape[1] * 3 // 4
+            return self.training_losses(z, images, visible, num_masked)
+        return quarters.restore_order(self.inference(z, images, visible))
 
     def choose_quarters(self, num_images: int, quadrants: Sequence[str] | None) -> VisibleQuarters:
         """Returns the visible quarters. Raises a ``ValueError`` if ``quadrants`` are invalid."""
@@ -278,13 +295,3 @@ class QBHeat(ReconstructionModel):
                 f"each of {num_images} images needs a quadrant of {known}, not {list(quadrants)}"
             )
         return VisibleQuarters.at(quadrants, device=self.device)
-
-    @staticmethod
-    def in_order(quarters: VisibleQuarters, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Adds "place" to the results of ``inference`` and restores the order of the batch."""
-        counts = zip(QUADRANTS, quarters.counts, strict=True)
-        names = [name for name, count in counts for _ in range(count)]
-        results: list[dict[str, Any]] = [{}] * len(found)
-        for index, name, result in zip(quarters.order.tolist(), names, found, strict=True):
-            results[index] = {**result, "place": name}
-        return results

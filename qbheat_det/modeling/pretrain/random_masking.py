@@ -18,9 +18,9 @@ from detectron2.modeling import META_ARCH_REGISTRY
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.modeling.image_model import check_value
+from qbheat_det.modeling.checks import check_value
 
-from .reconstruction import ReconstructionDecoder, ReconstructionModel
+from .reconstruction import ReconstructionDecoder, ReconstructionModel, enlarge_mask
 
 
 class RandomMask:
@@ -29,7 +29,7 @@ class RandomMask:
     def __init__(self, *, grid_size: int, mask_ratio: float = 0.75) -> None:
         """Takes G and the masked share. Raises a ``ValueError`` if K is 0 or G * G."""
         positions = grid_size**2
-        num_visible = round((1 - mask_ratio) * positions) if 0 < mask_ratio < 1 else 0
+        num_visible = round((1 - mask_ratio) * positions)
         masks_some = 0 < num_visible < positions
         allowed = f"a share that masks some of {positions} positions, and not all"
         check_value(masks_some, "RANDOM_MASKING.MASK_RATIO", mask_ratio, allowed)
@@ -42,8 +42,10 @@ class RandomMask:
 
     def of_images(self, names: Iterable[str], *, device: torch.device) -> Tensor:
         """Returns a mask for each image that depends only on the name of the image."""
-        seeded = (torch.Generator().manual_seed(zlib.crc32(name.encode())) for name in names)
-        noise = [torch.rand(self.grid_size**2, generator=generator) for generator in seeded]
+        noise = []
+        for name in names:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            noise.append(torch.rand(self.grid_size**2, generator=generator))
         return self._choose(torch.stack(noise).to(device))
 
     def _choose(self, noise: Tensor) -> Tensor:
@@ -73,21 +75,24 @@ class InterpolatedFeatures(nn.Module):
 
     def forward(self, z: Tensor, visible: Tensor) -> Tensor:
         """Replaces the features of ``z`` (N, G, G, C) where ``visible`` (N, G, G) is False."""
-        along_x, any_x = interpolate(z, visible)
-        along_y, any_y = interpolate(z.transpose(1, 2), visible.transpose(1, 2))
-        along_y, any_y = along_y.transpose(1, 2), any_y.transpose(1, 2)
+        along_x, has_x = interpolate(z, visible)
+        along_y, has_y = interpolate(z.transpose(1, 2), visible.transpose(1, 2))
+        along_y = along_y.transpose(1, 2)
+        has_y = has_y.transpose(1, 2)
         # The identity is added separately, because I + M in bfloat16 would round small M to zero.
-        mapped_x = along_x + F.linear(along_x, self.x)
-        mapped_y = along_y + F.linear(along_y, self.y)
-        weights = torch.stack([any_x, any_y]).float()
+        predicted_x = along_x + F.linear(along_x, self.x)
+        predicted_y = along_y + F.linear(along_y, self.y)
+        weights = torch.stack([has_x, has_y]).float()
         weights = (weights / weights.sum(dim=0).clamp(min=1)).unsqueeze(-1)
-        predicted = weights[0] * mapped_x + weights[1] * mapped_y
-        alone = ~(any_x | any_y).unsqueeze(-1)
-        seen = visible.unsqueeze(-1)
-        total = torch.where(seen, z.float(), 0.0).sum(dim=(1, 2), keepdim=True)
-        mean = total / seen.float().sum(dim=(1, 2), keepdim=True)  # (N, 1, 1, C)
-        predicted = torch.where(alone, mean, predicted)
-        return torch.where(seen, z, predicted.to(z.dtype))
+        predicted = weights[0] * predicted_x + weights[1] * predicted_y
+
+        # Positions without a visible neighbor in their row and column.
+        is_alone = ~(has_x | has_y).unsqueeze(-1)
+        is_visible = visible.unsqueeze(-1)
+        total = torch.where(is_visible, z.float(), 0.0).sum(dim=(1, 2), keepdim=True)
+        mean = total / is_visible.float().sum(dim=(1, 2), keepdim=True)  # (N, 1, 1, C)
+        predicted = torch.where(is_alone, mean, predicted)
+        return torch.where(is_visible, z, predicted.to(z.dtype))
 
 
 class MaskToken(nn.Module):
@@ -114,7 +119,8 @@ def interpolate(z: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     index = torch.arange(width, device=visible.device)
     before = torch.where(visible, index, -1).cummax(dim=-1).values
     after = torch.where(visible, index, width).flip(-1).cummin(dim=-1).values.flip(-1)
-    has_before, has_after = before >= 0, after < width
+    has_before = before >= 0
+    has_after = after < width
     between = (index - before) / (after - before).clamp(min=1)  # 0 at visible positions
     weight_after = torch.where(has_before & has_after, between, has_after.float())
     weight_before = torch.where(has_before, 1 - weight_after, 0.0)
@@ -157,13 +163,16 @@ class RandomMasking(ReconstructionModel):
         """
         images = self.preprocess_image(batched_inputs)
         if visible is None:
-            visible, num_visible = self.choose_visible(batched_inputs), self.mask.num_visible
+            visible = self.choose_visible(batched_inputs)
+            num_visible = self.mask.num_visible
         else:
             num_visible = int(visible[0].sum())
-        z = self.predictor(self.encode(self.hide(images, visible)), visible)
+        z = self.encode(self.hide(images, visible))  # (N, G, G, C)
+        z = self.predictor(z, visible)
         visible = visible.flatten(1)
         if self.training:
-            return self.training_losses(z, images, visible, visible.shape[1] - num_visible)
+            num_masked = visible.shape[1] - num_visible
+            return self.training_losses(z, images, visible, num_masked)
         return self.inference(z, images, visible)
 
     def choose_visible(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
@@ -178,8 +187,7 @@ class RandomMasking(ReconstructionModel):
 
     def hide(self, images: Tensor, visible: Tensor) -> Tensor:
         """Returns normalized images (N, 3, S, S) with zeros in masked patches."""
-        size = self.decoder.patch_size
-        pixels = visible.repeat_interleave(size, dim=1).repeat_interleave(size, dim=2)
+        pixels = enlarge_mask(visible, self.decoder.patch_size)
         return torch.where(pixels.unsqueeze(1), images, 0.0)
 
 

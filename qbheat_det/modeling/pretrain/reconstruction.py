@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.layers import DotProductAttention
-from qbheat_det.modeling.image_model import PretrainingModel, check_value, find_map
+from qbheat_det.modeling.checks import check_value
+
+from .base import PretrainingModel, find_feature_map
 
 _EPSILON = 1e-6  # added to the variance of a patch, as in MAE
 
@@ -39,22 +41,24 @@ class DecoderBlock(Block):
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Takes (N, L, D). Returns updated features, only at ``positions`` (N, K) if given."""
-        queries = memory = self.norm1(x)
+        memory = self.norm1(x)
+        queries = memory
         if positions is not None:
-            x, queries = take(x, positions), take(memory, positions)
-        x = x + self._attend(queries, memory)
+            x = take(x, positions)
+            queries = take(memory, positions)
+        x = x + self.attend_to(queries, memory)
         return x + self.mlp(self.norm2(x))
 
-    def _attend(self, queries: Tensor, memory: Tensor) -> Tensor:
+    def attend_to(self, queries: Tensor, memory: Tensor) -> Tensor:
         """Attends from queries (N, K, D) to ``memory`` (N, L, D), with timm's weights."""
         attention = self.attn
         dim = queries.shape[-1]
-        weight_q, weight_kv = attention.qkv.weight.split([dim, 2 * dim])
-        bias_q, bias_kv = attention.qkv.bias.split([dim, 2 * dim])
+        query_weight, key_value_weight = attention.qkv.weight.split([dim, 2 * dim])
+        query_bias, key_value_bias = attention.qkv.bias.split([dim, 2 * dim])
         heads = (attention.num_heads, -1)
-        query = F.linear(queries, weight_q, bias_q).unflatten(2, heads).transpose(1, 2)
-        pairs = F.linear(memory, weight_kv, bias_kv).unflatten(2, (2, *heads))
-        key, value = pairs.permute(2, 0, 3, 1, 4).unbind(0)
+        query = F.linear(queries, query_weight, query_bias).unflatten(2, heads).transpose(1, 2)
+        pairs = F.linear(memory, key_value_weight, key_value_bias).unflatten(2, (2, *heads))
+        key, value = pairs.permute(2, 0, 3, 1, 4).unbind(0)  # (N, heads, L, D / heads) each
         return attention.proj(self.attend(query, key, value))
 
 
@@ -84,25 +88,25 @@ class ReconstructionDecoder(nn.Module):
             ValueError: a number is out of range.
         """
         super().__init__()
-        fits = min(dim, num_heads) >= 1 and not (dim % num_heads or dim % 4)
-        check_value(
-            fits, "QB_HEAT.DECODER_DIM", dim, f"divisible by 4 and DECODER_HEADS ({num_heads})"
-        )
+        is_divisible = min(dim, num_heads) >= 1 and dim % num_heads == 0 and dim % 4 == 0
+        allowed = f"divisible by 4 and DECODER_HEADS ({num_heads})"
+        check_value(is_divisible, "QB_HEAT.DECODER_DIM", dim, allowed)
         check_value(depth >= 1, "QB_HEAT.DECODER_DEPTH", depth, "at least 1")
         self.grid_size = grid_size
         self.patch_size = patch_size
         self.image_size = grid_size * patch_size  # side in pixels
-        self.embed = nn.Identity() if in_channels == dim else nn.Linear(in_channels, dim)
+        self.embed: nn.Module = nn.Identity()
+        if in_channels != dim:
+            self.embed = nn.Linear(in_channels, dim)
         position = build_sincos2d_pos_embed([grid_size, grid_size], dim)
         self.register_buffer("position", position, persistent=False)
         self.position: Tensor  # (G * G, dim)
         norm = partial(nn.LayerNorm, eps=1e-6)
-        self.blocks = nn.Sequential(
-            *(
-                DecoderBlock(dim, num_heads, mlp_ratio=4.0, qkv_bias=True, norm_layer=norm)
-                for _ in range(depth)
-            )
-        )
+        blocks = [
+            DecoderBlock(dim, num_heads, mlp_ratio=4.0, qkv_bias=True, norm_layer=norm)
+            for _ in range(depth)
+        ]
+        self.blocks = nn.Sequential(*blocks)
         self.norm = norm(dim)
         self.head = nn.Linear(dim, 3 * patch_size**2)
         for module in self.modules():
@@ -130,7 +134,9 @@ def patchify(images: Tensor, patch_size: int, positions: Tensor | None = None) -
     squares = images.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))
     # flatten makes the only copy, after which the values of a patch are contiguous.
     patches = squares.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-    return patches if positions is None else take(patches, positions)
+    if positions is None:
+        return patches
+    return take(patches, positions)
 
 
 def take(x: Tensor, positions: Tensor) -> Tensor:
@@ -147,6 +153,11 @@ def masked_positions(visible: Tensor, count: int) -> Tensor:
     GPU is needed.
     """
     return visible.byte().argsort(dim=1, stable=True)[:, :count]
+
+
+def enlarge_mask(mask: Tensor, patch_size: int) -> Tensor:
+    """Takes a mask of patches (N, G, G). Returns the mask of their pixels (N, S, S)."""
+    return mask.repeat_interleave(patch_size, dim=1).repeat_interleave(patch_size, dim=2)
 
 
 class ReconstructionLoss(nn.Module):
@@ -230,8 +241,9 @@ class ReconstructionModel(PretrainingModel):
             ValueError: the backbone has no such feature map, its stride is not the decoder's patch
                 size, or its side is not a multiple of ``grid_multiple``.
         """
-        size, multiple = decoder.image_size, self.grid_multiple
-        shape = find_map(backbone.output_shape(), in_feature, size, multiple=multiple)
+        shape = find_feature_map(
+            backbone.output_shape(), in_feature, decoder.image_size, multiple=self.grid_multiple
+        )
         if shape.stride != decoder.patch_size:
             raise ValueError(
                 f"'{in_feature}' has stride {shape.stride}, but the decoder has patches of "
@@ -241,7 +253,7 @@ class ReconstructionModel(PretrainingModel):
             backbone=backbone,
             in_feature=in_feature,
             head_in_features=[in_feature],
-            image_size=size,
+            image_size=decoder.image_size,
             **statistics,
         )
         self.projection = nn.Conv2d(shape.channels, predictor.dim, 1)
@@ -254,17 +266,19 @@ class ReconstructionModel(PretrainingModel):
     @classmethod
     def shared_from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         """Returns all arguments of the constructor except ``predictor``."""
-        node, size = cfg.MODEL.QB_HEAT, cfg.INPUT.PRETRAIN.SIZE
+        node = cfg.MODEL.QB_HEAT
+        image_size = cfg.INPUT.PRETRAIN.SIZE
         check_value(node.FEATURE_DIM >= 1, "QB_HEAT.FEATURE_DIM", node.FEATURE_DIM, "at least 1")
         backbone = build_backbone(cfg)
-        shapes, multiple = backbone.output_shape(), cls.grid_multiple
-        stride = find_map(shapes, node.IN_FEATURE, size, multiple=multiple).stride
+        shape = find_feature_map(
+            backbone.output_shape(), node.IN_FEATURE, image_size, multiple=cls.grid_multiple
+        )
         return {
             "backbone": backbone,
             "decoder": ReconstructionDecoder(
                 in_channels=node.FEATURE_DIM,
-                grid_size=size // stride,
-                patch_size=stride,
+                grid_size=image_size // shape.stride,
+                patch_size=shape.stride,
                 dim=node.DECODER_DIM,
                 depth=node.DECODER_DEPTH,
                 num_heads=node.DECODER_HEADS,
@@ -299,14 +313,15 @@ class ReconstructionModel(PretrainingModel):
         For the arguments, see ``training_losses``. Reconstructions have the mapper's range of pixel
         values.
         """
-        size, grid = self.decoder.patch_size, self.decoder.grid_size
-        predicted, patches = self.decoder(z), patchify(images, size)
+        patch_size = self.decoder.patch_size
+        grid = (self.decoder.grid_size, self.decoder.grid_size)
+        predicted = self.decoder(z)
+        patches = patchify(images, patch_size)
         losses = self.loss(predicted, patches, visible)
-        restored = self.loss.restore(predicted, patches).transpose(1, 2)
-        pixels = F.pixel_shuffle(restored.unflatten(2, (grid, grid)), size)
+        restored = self.loss.restore(predicted, patches).transpose(1, 2)  # (N, P, G * G)
+        pixels = F.pixel_shuffle(restored.unflatten(2, grid), patch_size)
         pixels = pixels * self.pixel_std + self.pixel_mean
-        visible = visible.unflatten(1, (grid, grid))
-        visible = visible.repeat_interleave(size, dim=1).repeat_interleave(size, dim=2)
+        visible = enlarge_mask(visible.unflatten(1, grid), patch_size)
         return [
             {"reconstruction": image, "visible": mask, "loss_reconstruction": loss}
             for image, mask, loss in zip(pixels, visible, losses, strict=True)

@@ -21,15 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.modeling.image_model import (
-    PretrainingModel,
-    ProjectionHead,
-    check_equal_shares,
-    check_value,
-    embedding_from_config,
-    find_map,
-    gather_over_processes,
-)
+from qbheat_det.modeling.checks import check_value
+
+from .all_processes import check_equal_shares, gather_over_processes
+from .base import PretrainingModel, find_feature_map
+from .projection_head import ProjectionHead, embedding_from_config
 
 FORMS = ("dual", "contrastive")
 Pairs = tuple[Tensor, Tensor]
@@ -63,8 +59,10 @@ class LipschitzCritic(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Takes broadcastable x and y (..., D). Returns f (...), in float32 even under autocast."""
         with torch.autocast(x.device.type, enabled=False):
-            x, y = x.float(), y.float()
-            values: Tensor = self.head(self.rest(self.from_x(x) + self.from_y(y))).squeeze(-1)
+            x = x.float()
+            y = y.float()
+            hidden = self.rest(self.from_x(x) + self.from_y(y))
+            values: Tensor = self.head(hidden).squeeze(-1)
             return values + ((x @ self.interaction) * y).sum(dim=-1)
 
     def slopes(self, joint: Pairs, others: Pairs, mixing: Tensor) -> Tensor:
@@ -75,10 +73,10 @@ class LipschitzCritic(nn.Module):
         The pairs are detached, so the encoder gets no gradients from the slopes.
         """
         share = mixing[:, None]
-        between = [
-            (share * one.detach().float() + (1 - share) * other.detach().float()).requires_grad_()
-            for one, other in zip(joint, others, strict=True)
-        ]
+        between = []
+        for end, other_end in zip(joint, others, strict=True):
+            point = share * end.detach().float() + (1 - share) * other_end.detach().float()
+            between.append(point.requires_grad_())
         # Autocast would compute the gradient in half precision, and no_grad would disable it.
         with torch.autocast(mixing.device.type, enabled=False), torch.enable_grad():
             values = self(*between)
@@ -90,9 +88,9 @@ class LipschitzCritic(nn.Module):
 def dual_distance(values: Tensor, partners: Tensor) -> Tensor:
     """Returns the scalar mean of values (N, M) over pairs from the same image, minus their mean
     over all other pairs. ``partners`` (N,) are the columns of pairs from the same image."""
-    own = values.gather(1, partners[:, None]).squeeze(1)
-    others = (values.sum(dim=1) - own) / (values.shape[1] - 1)
-    return (own - others).mean()
+    joint = values.gather(1, partners[:, None]).squeeze(1)
+    others = (values.sum(dim=1) - joint) / (values.shape[1] - 1)
+    return (joint - others).mean()
 
 
 def crop_areas(images: Tensor, corners: Tensor) -> Tensor:
@@ -139,7 +137,7 @@ class WassersteinDependency(PretrainingModel):
         1 + W / (2 * penalty_weight). ``radius`` is the norm of embeddings.
         """
         super().__init__(backbone=backbone, head_in_features=head.in_features, **others)
-        find_map(backbone.output_shape(), self.in_feature, self.image_size, multiple=2)
+        find_feature_map(backbone.output_shape(), self.in_feature, self.image_size, multiple=2)
         check_value(form in FORMS, "WASSERSTEIN.FORM", form, f"one of {FORMS}")
         check_value(penalty_weight > 0, "WASSERSTEIN.PENALTY_WEIGHT", penalty_weight, "above 0")
         check_value(radius > 0, "WASSERSTEIN.RADIUS", radius, "above 0")
@@ -176,16 +174,17 @@ class WassersteinDependency(PretrainingModel):
         if not self.training:
             return [{"embedding": row} for row in self.embed(images)]
         drawn = drawn or self.draw(len(images))
-        areas = [crop_areas(images, corners) for corners in (drawn.first, drawn.second)]
-        x, y = self.embed(torch.cat(areas)).chunk(2)
-        all_x, all_y = gather_over_processes(x), gather_over_processes(y)
+        areas = [crop_areas(images, drawn.first), crop_areas(images, drawn.second)]
+        x, y = self.embed(torch.cat(areas)).chunk(2)  # (N, D) each
+        all_x = gather_over_processes(x)  # (M, D)
+        all_y = gather_over_processes(y)
         partners = torch.arange(len(x), device=x.device) + comm.get_rank() * len(x)
         if len(all_y) < 2:
             raise UserError(
                 "the Wasserstein dependency compares images with each other, but a step has one: "
                 "raise SOLVER.IMS_PER_BATCH, or lower SOLVER.ACCUMULATE"
             )
-        values = self.critic(x[:, None], all_y[None])
+        values = self.critic(x[:, None], all_y[None])  # (N, M)
         # The next images in the batch, whose order is random, serve as different images.
         others = (all_x.roll(-1, 0)[partners], all_y.roll(-2, 0)[partners])
         slopes = self.critic.slopes((x, y), others, drawn.mixing)

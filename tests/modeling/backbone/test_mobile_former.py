@@ -15,7 +15,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.feature_cache import CachedBackbone
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer, MobileFormerArch
 from qbheat_det.modeling.backbone.fpn import StridedLevels
-from qbheat_det.modeling.image_model import find_cached_images
+from qbheat_det.modeling.cached_images import find_cached_images
 from tests.modeling.tiny_pretraining import SMALL_ARCH
 
 ALL_OUTPUTS = ("s2", "s4", "s8", "s16", "s16_expanded", "tokens")

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from qbheat_det.checkpoint import SafeCheckpointer, WeightsInfo, save_weights
-from qbheat_det.modeling.image_model import ProjectionHead
 from qbheat_det.modeling.pretrain import MoCo
 from qbheat_det.modeling.pretrain.moco import FeatureQueue, MomentumCopy
+from qbheat_det.modeling.pretrain.projection_head import ProjectionHead
 
 SIZE = 8
 

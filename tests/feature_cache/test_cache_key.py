@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The key of a cache, and views that are encoded in batches."""
+"""The key of a cache: what changes it, and what does not."""
 
 import copy
 import json
@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from qbheat_det.config import get_cfg
-from qbheat_det.data import DataError, FixedViews, number_records
-from qbheat_det.feature_cache.encoder import encode_images, hash_key, make_key
-from qbheat_det.feature_cache.store import AllViews, View
+from qbheat_det.data import FixedViews, number_records
+from qbheat_det.feature_cache.cache_key import hash_key, make_key
+from qbheat_det.feature_cache.store import AllViews
 
 
 class Encoder(nn.Module):
@@ -59,7 +59,7 @@ def name(parts):
 
 def make(parts):
     rest = {key: value for key, value in parts.items() if key not in ("records", "views")}
-    return make_key(every=AllViews(parts["records"], parts["views"]), **rest)
+    return make_key(views=AllViews(parts["records"], parts["views"]), **rest)
 
 
 def _rewrite(parts):
@@ -130,30 +130,3 @@ def test_the_key_is_plain_json_for_any_file_name(tmp_path):
     parts["records"][0]["file_name"] = os.fsdecode(b"/nowhere/\xff.jpg")
     key = make(parts)
     assert json.loads(json.dumps(key)) == key
-
-
-@pytest.mark.parametrize(
-    ("count", "at_once", "is_exact", "sizes"),
-    [
-        (32, 12, False, [10, 11, 11]),
-        (32, 12, True, [12, 12, 12]),
-        (5, 8, False, [5]),
-        (5, 8, True, [8]),
-        (3, 1, True, [1, 1, 1]),
-    ],
-)
-def test_views_are_cut_evenly_or_repeated_to_fill_batches(count, at_once, is_exact, sizes):
-    found = []
-
-    def encode(batch):
-        found.append(len(batch))
-        return {"s16": torch.stack([e["image"].float().mean().view(1, 1, 1) for e in batch])}
-
-    error = DataError("unreadable image", "image 'a.jpg'", "it is a text")
-    entries = [{"image": torch.full((3, 8, 8), i, dtype=torch.uint8)} for i in range(count)]
-    views = encode_images([error, *entries, None], encode, at_once=at_once, is_exact=is_exact)
-    assert found == sizes
-    assert (views[0], views[-1]) == (error, None)
-    for number, view in enumerate(views[1:-1]):
-        assert isinstance(view, View)
-        torch.testing.assert_close(view.features["s16"], torch.full((1, 1, 1), float(number)))

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Pre-trains on cached features of a frozen teacher.
+"""The targets of distillation: cached features of the teacher, a frozen network.
 
 The caches are built when training starts, from fixed views of the training images and from the
 test images. All runs with the same teacher, images and views share a cache.
@@ -22,41 +22,43 @@ from qbheat_det.data import (
     FixedViews,
     ImageBatches,
     TrainStream,
-    build_image_batches,
     build_mapper,
     number_records,
 )
 from qbheat_det.data.mappers import VIEW_ROW, choose_view
-from qbheat_det.modeling.backbone.timm_backbone import Teacher
+from qbheat_det.modeling.distillation_teacher import DistillationTeacher
+from qbheat_det.tasks import PRETRAINING
 
-from .encoder import check_cache_keys, encode_images, open_store
-from .filling import fill
+from .cache_key import check_cache_config, open_store
+from .encoding import encode_images
+from .filling import Fill, fill
 from .store import AllViews, FeatureStore, View
 
 logger = logging.getLogger(__name__)
 
 
-class TeacherFeatures:
-    """Builds the caches of the teacher's features, which are the targets of a run.
+class DistillationTargets:
+    """Builds the caches of the teacher's features, which are the targets of a run."""
 
-    Attributes:
-        fill: function that encodes missing views, see ``filling.fill``. A dry run replaces it.
-    """
-
-    def __init__(self, cfg: CfgNode) -> None:
+    def __init__(self, cfg: CfgNode, *, fill: Fill = fill) -> None:
+        """``fill`` encodes the views that a store lacks. A dry run encodes only a few."""
         self._student_cfg = cfg
-        self.fill = fill
+        self._fill = fill
         self._tests: dict[str, TargetViews] = {}
 
     @functools.cached_property
     def _cfg(self) -> CfgNode:
         """The config of the teacher. Pixel statistics in the file of its weights have priority."""
-        cfg, node = self._student_cfg, self._student_cfg.MODEL.TEACHER
-        check_cache_keys(cfg)
-        if not node.WEIGHTS:
+        cfg = self._student_cfg
+        node = cfg.MODEL.TEACHER
+        check_cache_config(cfg)
+        info = WeightsInfo()
+        if node.WEIGHTS:
+            info = info_of(node.WEIGHTS) or info
+        else:
             logger.warning("MODEL.TEACHER.WEIGHTS is empty: the teacher's weights are random")
-        info = (info_of(node.WEIGHTS) if node.WEIGHTS else None) or WeightsInfo()
-        mean, std = list(info.pixel_mean or node.PIXEL_MEAN), list(info.pixel_std or node.PIXEL_STD)
+        mean = list(info.pixel_mean or node.PIXEL_MEAN)
+        std = list(info.pixel_std or node.PIXEL_STD)
         changes = {
             "INPUT.FORMAT": info.pixel_format or "RGB",  # as in timm
             "INPUT.PRETRAIN.SIZE": node.IMAGE_SIZE,
@@ -69,11 +71,12 @@ class TeacherFeatures:
         return with_values(cfg, changes)
 
     @functools.cached_property
-    def _teacher(self) -> Teacher:
+    def _teacher(self) -> DistillationTeacher:
         cfg = self._cfg
         with preserved_randomness():
             seed_place(0)  # so that a random teacher is the same in every run
-            teacher = Teacher(cfg).to(cfg.MODEL.DEVICE, memory_format=find_memory_format(cfg))
+            teacher = DistillationTeacher(cfg)
+            teacher.to(cfg.MODEL.DEVICE, memory_format=find_memory_format(cfg))
         try:
             SafeCheckpointer(teacher).load(cfg.MODEL.TEACHER.WEIGHTS)
         except UserError as error:
@@ -96,7 +99,7 @@ class TeacherFeatures:
             # The student's views in the teacher's image size.
             mapper = build_mapper(self._cfg, is_train=True)
             views = FixedViews(mapper, stream.mapper.count, stream.mapper.seed)
-            store = self._make("training set", AllViews(stream.dataset, views), is_train=True)
+            store = self._complete("training set", AllViews(stream.dataset, views), is_train=True)
             flips = self._cfg.INPUT.RANDOM_FLIP == "horizontal"
             stream.mapper = TargetViews(stream.mapper, store, flips=flips)
         for name in self._cfg.DATASETS.TEST:
@@ -106,19 +109,18 @@ class TeacherFeatures:
     def build_test_loader(self, cfg: CfgNode, dataset_name: str) -> ImageBatches:
         """Returns this process's share of a test set, with "targets" as in ``TargetViews``."""
         self._prepare_test_set(dataset_name)
-        return build_image_batches(cfg, dataset_name, mapper=self._tests[dataset_name])
+        return PRETRAINING.build_test_loader(cfg, dataset_name, mapper=self._tests[dataset_name])
 
     def _prepare_test_set(self, name: str) -> None:
-        if name not in self._tests:
-            student, teacher = (
-                FixedViews(build_mapper(cfg, is_train=False), count=1)
-                for cfg in (self._student_cfg, self._cfg)
-            )
-            every = AllViews(number_records(DatasetCatalog.get(name)), teacher)
-            store = self._make(f"test set '{name}'", every, is_train=False)
-            self._tests[name] = TargetViews(student, store, flips=False)
+        if name in self._tests:
+            return
+        student_views = FixedViews(build_mapper(self._student_cfg, is_train=False), count=1)
+        teacher_views = FixedViews(build_mapper(self._cfg, is_train=False), count=1)
+        views = AllViews(number_records(DatasetCatalog.get(name)), teacher_views)
+        store = self._complete(f"test set '{name}'", views, is_train=False)
+        self._tests[name] = TargetViews(student_views, store, flips=False)
 
-    def _make(self, title: str, views: AllViews, *, is_train: bool) -> FeatureStore:
+    def _complete(self, title: str, views: AllViews, *, is_train: bool) -> FeatureStore:
         cfg = self._cfg
         store = open_store(
             cfg,
@@ -132,7 +134,7 @@ class TeacherFeatures:
         encode = functools.partial(encode_images, encode=self._teacher)
         workers = cfg.DATALOADER.NUM_WORKERS
         title = f"{title} with the teacher"
-        return self.fill(store, views, encode, title=title, num_workers=workers)
+        return self._fill(store, views, encode, title=title, num_workers=workers)
 
 
 class TargetViews:

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import FixedViews, build_mapper
-from qbheat_det.engine import Trainer, build_config, evaluate
+from qbheat_det.engine import Trainer, evaluate
 from qbheat_det.engine.dry_run import dry_run
-from qbheat_det.feature_cache import TeacherFeatures
+from qbheat_det.feature_cache import DistillationTargets
 from qbheat_det.modeling.contracts import get_views
 from qbheat_det.modeling.pretrain.distillation import feature_loss
 from tests.engine.tiny_pretraining import OPTS, make_folder
-from tests.engine.tiny_training import parse_run, start_run, state
+from tests.engine.tiny_training import build_config, parse_run, start_run, state
 
 RECIPE = "configs/custom/distill_285M_cpu.yaml"
 TEACHER = "mobilenetv3_small_050"
@@ -184,9 +184,11 @@ def test_a_dry_run_encodes_a_few_views_and_forecasts_the_rest(folder, tmp_path):
 def test_a_teacher_without_weights_is_the_same_in_every_run(folder, tmp_path):
     cfg = build_config(configure(folder, tmp_path, MODEL__TEACHER__WEIGHTS=""))
     torch.manual_seed(5)
-    first, drawn = TeacherFeatures(cfg)._teacher.state_dict(), torch.rand(1)
+    first, drawn = DistillationTargets(cfg)._teacher.state_dict(), torch.rand(1)
     torch.manual_seed(6)
-    torch.testing.assert_close(TeacherFeatures(cfg)._teacher.state_dict(), first, rtol=0, atol=0)
+    torch.testing.assert_close(
+        DistillationTargets(cfg)._teacher.state_dict(), first, rtol=0, atol=0
+    )
     torch.manual_seed(5)
     assert drawn == torch.rand(1)
 

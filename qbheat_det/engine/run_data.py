@@ -1,0 +1,802 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The data sets of a run: opened, checked and registered once, and passed on as a ``RunData``.
+
+``open_sources`` opens what the flags name. ``prepare_data`` leaves out what cannot be used, holds
+out validation images, and registers the sets with Detectron2, which reads them by their names.
+"""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.utils import comm
+
+from qbheat_det.checkpoint import class_names_of
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
+from qbheat_det.data import (
+    LEFT_OUT_FILE,
+    SEEN_FILE,
+    SPLIT_FILE,
+    Account,
+    Annotations,
+    DataError,
+    DataSource,
+    SeenImages,
+    Source,
+    check_image_folder,
+    check_same_classes,
+    find_image_errors,
+    find_record_errors,
+    fingerprint_images,
+    join_accounts,
+    list_classes,
+    load_classes,
+    match_image_errors,
+    open_images,
+    open_source,
+    raise_first,
+    read_annotations,
+    read_split,
+    register_source,
+    split_source,
+)
+from qbheat_det.data.checks import find_elongation
+from qbheat_det.evaluation import count_most_objects
+from qbheat_det.tasks import (
+    CLASSIFICATION,
+    DETECTION,
+    PRETRAINING,
+    TASKS,
+    Task,
+    find_task,
+    find_task_of_data,
+)
+
+from .run_flags import RunFlags, spell
+from .run_record import FIRST_STAGE_FOLDER, Start
+
+logger = logging.getLogger(__name__)
+
+Role = Literal["train", "val"]
+Split = Mapping[str, Any]
+"""The content of a ``split.json``."""
+
+UNLABELLED_SET = "custom_unlabelled"
+CUSTOM_SETS = (*(name for task in TASKS for name in task.set_names), UNLABELLED_SET)
+"""Names of the data sets that flags give."""
+
+# Flags that set the names of data sets.
+_KEYS = {
+    "data": "DATASETS.TRAIN",
+    "images": "DATASETS.TRAIN",
+    "val": "DATASETS.TEST",
+    "val_images": "DATASETS.TEST",
+    "unlabelled": "DATASETS.UNLABELLED",
+}
+_MAX_FINGERPRINTS = 300_000  # images that are remembered in ``seen_images.json``
+
+
+@dataclass(frozen=True)
+class OpenedSource:
+    """A source that flags name, with its content.
+
+    Attributes:
+        source: the source.
+        annotations: its images and boxes; None if the source has no boxes.
+        account: what is used and what is left out of the whole data set.
+    """
+
+    source: Source
+    annotations: Annotations | None
+    account: Account
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes of the annotations."""
+        return self.annotations.class_names if self.annotations else ()
+
+    def without_labels(self) -> "OpenedSource":
+        """Returns the images alone."""
+        return replace(self, source=self.source.without_labels())
+
+    def with_classes(self, classes: Sequence[str]) -> "OpenedSource":
+        """Returns the source with its classes set, if its label files do not list them."""
+        source = self.source.with_classes(classes)
+        if source == self.source or self.class_names == tuple(classes):
+            return self
+        annotations = read_annotations(source)
+        return OpenedSource(source, annotations, annotations.account)
+
+    def with_split(self, file: Path, part: str) -> "OpenedSource":
+        """Returns the images that a ``split.json`` lists for a part."""
+        return replace(self, source=self.source.with_split(str(file), part))
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A data set that flags give, registered under ``name``.
+
+    Attributes:
+        name: name in Detectron2's ``DatasetCatalog``.
+        source: what was read, as ``run.json`` records it.
+        account: what is used and what is left out.
+        num_images: number of images, after some have been held out.
+        paths: paths of the images, if the data set has boxes or classes.
+        broken: paths of the images that were left out because of faults in their files.
+        max_objects: largest number of objects in an image.
+    """
+
+    name: str
+    source: Source
+    account: Account
+    num_images: int
+    paths: Sequence[str] = ()
+    broken: Sequence[str] = ()
+    max_objects: int = 0
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The data of a run.
+
+    Attributes:
+        task: what the model learns.
+        train, test, unlabelled: names of the data sets in Detectron2's ``DatasetCatalog``.
+        given: the data sets that flags give.
+        class_names: classes of the model; empty in pre-training.
+        category_ids: ids of the classes in the annotations.
+        max_objects_train, max_objects_test: largest number of objects in an image.
+        split: images of ``--data`` that are held out; None if there are none.
+        seen: images that the trained weights will have seen (main process).
+        shared: a sentence about validation images that were trained on; "" if there are none.
+    """
+
+    task: Task
+    train: tuple[str, ...]
+    test: tuple[str, ...]
+    unlabelled: tuple[str, ...] = ()
+    given: tuple[DataSet, ...] = ()
+    class_names: Sequence[str] = ()
+    category_ids: Sequence[int] = ()
+    max_objects_train: int = 0
+    max_objects_test: int = 0
+    split: Split | None = None
+    seen: SeenImages | None = None
+    shared: str = ""
+
+    @property
+    def accounts(self) -> list[Account]:
+        """The accounts of the data sets that flags give, one for each path."""
+        return list({data_set.source.path: data_set.account for data_set in self.given}.values())
+
+    def count_training_images(self) -> int:
+        """Returns the number of training images, without unlabelled ones."""
+        known = {data_set.name: data_set.num_images for data_set in self.given}
+        total = 0
+        for name in self.train:
+            if name not in known:
+                known[name] = len(DatasetCatalog.get(name))
+            total += known[name]
+        return total
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the data of the run for ``run.json``."""
+        broken = {path for data_set in self.given for path in data_set.broken}
+        return {
+            "data": {data_set.name: data_set.source.to_json() for data_set in self.given},
+            "account": join_accounts(self.accounts).to_json(),
+            "shared_images": [self.shared] if self.shared else [],
+            "broken_images": sorted(broken),
+        }
+
+    def write_files(self, folder: Path) -> None:
+        """Writes what was decided about the data into the folder of a run.
+
+        These are ``split.json`` if some of the training images are held out, ``seen_images.json``,
+        and ``left_out.txt`` if anything is left out.
+        """
+        text = join_accounts(self.accounts).render()
+        if text:
+            write_atomically(folder / LEFT_OUT_FILE, text.encode(errors="backslashreplace"))
+        if self.split is not None:
+            path = folder / SPLIT_FILE
+            write_atomically(path, (json.dumps(self.split, indent=1) + "\n").encode())
+            num_held_out = len(self.split["val"])
+            logger.info(f"{num_held_out:,} images are held out for evaluation, see '{path}'")
+        if self.seen is not None:
+            self.seen.write(folder)
+
+    def log(self, folder: Path) -> None:
+        """Logs formats and sizes of the data sets that flags give, and what is left out."""
+        if not self.given:
+            return
+        titles = " and ".join(dict.fromkeys(data_set.source.title for data_set in self.given))
+        sizes = " + ".join(f"{data_set.num_images:,}" for data_set in self.given)
+        classes = ""
+        if self.class_names:
+            classes = f", {len(self.class_names)} classes"
+        logger.info(f"Data: {titles}, {sizes} images{classes}")
+        for account in self.accounts:
+            level = logging.WARNING if account.faults else logging.INFO
+            listing = ""
+            if account.left_out:
+                listing = f" (see '{folder / LEFT_OUT_FILE}')"
+            logger.log(level, f"Used: {account.summarize()}{listing}")
+            for note in account.notes:
+                logger.info(f"Note: {note}")
+
+
+def check_flags(flags: RunFlags) -> None:
+    """Checks that the flags that name data do not contradict each other or ``opts``.
+
+    Raises:
+        UserError: two of them name the same data.
+    """
+    overrides = flags.opts[::2]
+    for flag, key in _KEYS.items():
+        if getattr(flags, flag) and key in overrides:
+            raise UserError(f"{key} and {spell(flag)} both name data: choose one")
+    if flags.data and len(flags.image_folders) > 1:
+        raise UserError(f"--images of --data is one folder, not {len(flags.image_folders)}")
+    if flags.val and len(flags.val_image_folders) > 1:
+        raise UserError(f"--val-images of --val is one folder, not {len(flags.val_image_folders)}")
+
+
+def open_sources(flags: RunFlags) -> dict[Role, OpenedSource]:
+    """Opens the data that flags name, and reads their annotations.
+
+    "train" is the training part of --data or --images. "val" is --val or --val-images (its
+    validation part if it has one), or else the validation part of --data.
+
+    Raises:
+        UserError: a path has no data, or images are missing.
+    """
+    images = flags.image_folders
+    val_images = flags.val_image_folders
+    data = _open(flags.data, images, likely=images)
+    if flags.val and flags.val == flags.data and not val_images:
+        val = data
+    else:
+        val = _open(flags.val, val_images, likely=images)
+    sources: dict[Role, OpenedSource] = {}
+    if data:
+        sources["train"] = _take(data, data.train)
+    if val:
+        sources["val"] = _take(val, val.val or val.train)
+    elif data and data.val:
+        sources["val"] = _take(data, data.val)
+    return sources
+
+
+def _open(path: str | None, images: Sequence[str], *, likely: Sequence[str]) -> DataSource | None:
+    if path:
+        return open_source(str(path), "".join(images), likely_root="".join(likely))
+    if images:
+        return open_images(images)
+    return None
+
+
+def _take(data: DataSource, source: Source) -> OpenedSource:
+    return OpenedSource(source, data.annotations.get(source.part), data.account or Account())
+
+
+def prepare_data(
+    cfg: CfgNode,
+    flags: RunFlags,
+    sources: Mapping[Role, OpenedSource],
+    start: Start,
+) -> RunData:
+    """Checks and registers the data sets of a run.
+
+    Args:
+        cfg: config of the run. Its data sets are used where no flag names any.
+        flags: flags of the run.
+        sources: what the flags name, see ``open_sources``.
+        start: how the run starts. A resumed run keeps its split, and leaves out the same images.
+
+    Raises:
+        UserError: the data do not fit the task, classes differ, or too many images or boxes have
+            faults (``DATASETS.MAX_LEFT_OUT``).
+    """
+    task = find_task(cfg)
+    _check_task(flags, sources, task)
+    has_no_val = set(sources) == {"train"}
+    sources = _choose_roles(flags, sources)
+    if task is PRETRAINING:
+        sources = {role: opened.without_labels() for role, opened in sources.items()}
+    elif task is DETECTION:
+        sources = _choose_classes(cfg, flags, sources)
+    _check_sources(cfg, sources, start)
+
+    seen = SeenImages()
+    if task is not PRETRAINING:
+        seen = _read_seen(cfg)
+    split: Split | None = None
+    if flags.eval_only and has_no_val:
+        split_file = _find_split_of_weights(cfg, flags, start)
+        if split_file:
+            split = read_split(split_file)
+            sources = {"val": sources["val"].with_split(split_file, "val")}
+            logger.info(
+                f"Evaluating on the {len(split['val']):,} images that '{split_file}' holds out"
+            )
+    elif has_no_val and _holds_out(cfg, flags, task):
+        split = _read_or_make_split(cfg, flags, sources["train"], seen, start)
+        split_file = Path(cfg.OUTPUT_DIR, SPLIT_FILE).absolute()
+        whole = sources["train"]
+        sources = {
+            "train": whole.with_split(split_file, "train"),
+            "val": whole.with_split(split_file, "val"),
+        }
+
+    given: dict[Role, DataSet] = {}
+    for role, opened in sources.items():
+        given[role] = _register(opened, task.set_names[role == "val"], split)
+    _check_classes(cfg, flags, sources, given, task)
+    unlabelled = _list_registered(cfg.DATASETS.UNLABELLED)
+    if flags.unlabelled_folders:
+        register_source(UNLABELLED_SET, open_images(flags.unlabelled_folders).train)
+        unlabelled = (UNLABELLED_SET,)
+    train, test = _choose_names(cfg, flags, given)
+    data = RunData(
+        task,
+        train=train,
+        test=test,
+        unlabelled=unlabelled,
+        given=tuple(given.values()),
+        split=None if flags.eval_only else split,
+    )
+    _check_names(data, eval_only=flags.eval_only)
+    if task is PRETRAINING:
+        return data
+    names, ids = _find_classes(cfg, data, start, eval_only=flags.eval_only)
+    seen_after, shared = _compare_images(given, seen, cfg.MODEL.WEIGHTS)
+    return replace(
+        data,
+        class_names=names,
+        category_ids=ids,
+        max_objects_train=0 if flags.eval_only else count_objects(data, data.train),
+        max_objects_test=count_objects(data, data.test),
+        seen=None if flags.eval_only else seen_after,
+        shared=shared,
+    )
+
+
+def _check_task(flags: RunFlags, sources: Mapping[Role, OpenedSource], task: Task) -> None:
+    """Checks that the flags, and the data that they name, are for a task."""
+    if flags.unlabelled_folders and (flags.eval_only or task is not DETECTION):
+        raise UserError("--unlabelled is for the training of detectors: leave it out")
+    if task is PRETRAINING:
+        return
+    names_training_set = flags.data or flags.images or "DATASETS.TRAIN" in flags.overrides
+    if (flags.val or flags.val_images) and not (names_training_set or flags.eval_only):
+        raise UserError("--val alone evaluates: add --eval-only, or --data to train")
+    if flags.images and not flags.data:
+        raise UserError(f"--images needs --data, which has {task.learns_from}")
+    if flags.val_images and not flags.val:
+        raise UserError(f"--val-images needs --val, which has {task.learns_from}")
+    for role, opened in sources.items():
+        if not task.fits(opened.source):
+            path = flags.val if role == "val" and flags.val else flags.data
+            kind = find_task_of_data(opened.source).learns_from
+            raise UserError(f"'{path}' has {kind}, but {task.learns_from} are needed here")
+
+
+def _choose_roles(
+    flags: RunFlags, sources: Mapping[Role, OpenedSource]
+) -> dict[Role, OpenedSource]:
+    """Returns the sources that a run uses. An evaluation uses one of them, as validation data."""
+    used = dict(sources)
+    if "DATASETS.TEST" in flags.overrides:
+        used.pop("val", None)
+    if not flags.eval_only:
+        return used
+    if "val" in used:
+        return {"val": used["val"]}
+    if "train" in used:
+        return {"val": used["train"]}
+    return {}
+
+
+def _choose_classes(
+    cfg: CfgNode, flags: RunFlags, sources: dict[Role, OpenedSource]
+) -> dict[Role, OpenedSource]:
+    """Sets the classes of sources whose label files do not list them.
+
+    In evaluation, these are the classes of the weights. In training, both sets have the classes of
+    the training set, or those of the validation set if they include all of the training set.
+    """
+    classes: Sequence[str] = ()
+    if flags.eval_only and not flags.resume and cfg.MODEL.WEIGHTS:
+        classes = class_names_of(cfg.MODEL.WEIGHTS)
+    if not classes and len(sources) == 2:
+        of_train = sources["train"].class_names
+        of_val = sources["val"].class_names
+        classes = of_train
+        if set(of_train) <= set(of_val):
+            classes = of_val
+    return {role: opened.with_classes(classes) for role, opened in sources.items()}
+
+
+def _check_sources(cfg: CfgNode, sources: Mapping[Role, OpenedSource], start: Start) -> None:
+    """Leaves out images of sources with boxes that cannot be used.
+
+    A resumed run leaves out the same images as at its start. Images that have broken since then are
+    replaced in training.
+
+    Raises:
+        UserError: more than ``DATASETS.MAX_LEFT_OUT`` of the images or boxes have faults.
+    """
+    checked: list[Annotations] = []  # both roles may have the same annotations
+    for opened in sources.values():
+        annotations = opened.annotations
+        if annotations is None or any(annotations is other for other in checked):
+            continue
+        checked.append(annotations)
+        if not opened.source.labelled:
+            annotations.account.check(cfg.DATASETS.MAX_LEFT_OUT, images_only=True)
+            continue
+        annotations.check()
+        if start.continues:
+            _leave_out_again(annotations, start.left_out)
+        else:
+            leave_out_images(annotations, cfg)
+        annotations.account.check(cfg.DATASETS.MAX_LEFT_OUT)
+
+
+def _leave_out_again(annotations: Annotations, paths: Sequence[str]) -> None:
+    """Leaves out the images at ``paths``, which the run has left out at its start."""
+    names = {image["file_name"] for image in annotations.images}
+    errors = {}
+    for path in paths:
+        name = os.path.relpath(path, annotations.image_root)
+        if name in names:
+            reason = "the run has left it out at its start"
+            errors[name] = DataError("unreadable image", path, reason)
+    annotations.leave_out(errors)
+
+
+def leave_out_images(annotations: Annotations, cfg: CfgNode) -> None:
+    """Leaves out images that are too elongated, and with ``DATASETS.CHECK_IMAGES`` broken ones."""
+    if annotations.problem:  # images without labels have no sizes
+        return
+    longest = min(cfg.INPUT.MAX_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TEST)
+    errors = _find_elongated(annotations, longest)
+    if cfg.DATASETS.CHECK_IMAGES:
+        errors |= _find_broken(annotations)
+    annotations.leave_out(errors)
+
+
+def _find_elongated(annotations: Annotations, longest: float) -> dict[str, DataError]:
+    """Returns the errors of images whose shorter side would be resized to zero pixels, by name."""
+    errors = {}
+    for image in annotations.images:
+        reason = find_elongation((image["height"], image["width"]), longest or math.inf)
+        if reason:
+            name = image["file_name"]
+            errors[name] = DataError("elongated image", f"image '{name}'", reason)
+    return errors
+
+
+def _find_broken(annotations: Annotations) -> dict[str, DataError]:
+    """Returns the errors in the files of images, by name. The main process reads the files."""
+    errors: dict[str, DataError] = {}
+    if comm.is_main_process():
+        names = {}
+        records = []
+        for image in annotations.images:
+            path = os.path.join(annotations.image_root, image["file_name"])
+            names[path] = image["file_name"]
+            records.append({"file_name": path, "width": image["width"], "height": image["height"]})
+        errors = {names[path]: error for path, error in match_image_errors(records).items()}
+    return dict(comm.all_gather(errors)[0])
+
+
+def _read_seen(cfg: CfgNode) -> SeenImages:
+    """Returns the images that ``MODEL.WEIGHTS`` were trained on and evaluated with.
+
+    Warns if the weights are those of a detector or classifier, and nothing tells its images.
+    """
+    weights = Path(cfg.MODEL.WEIGHTS)
+    if not weights.is_file():
+        return SeenImages()
+    seen = SeenImages.read(weights.parent)
+    is_unknown = not (seen.train or seen.val)
+    if is_unknown and weights.suffix == ".safetensors" and class_names_of(str(weights)):
+        logger.warning(
+            f"'{weights}' is a trained model without '{SEEN_FILE}' beside it: if it was trained on "
+            "some of the validation images, the results do not measure generalization"
+        )
+    return seen
+
+
+def _find_split_of_weights(cfg: CfgNode, flags: RunFlags, start: Start) -> Path | None:
+    """Returns the ``split.json`` of the training of the weights, if it divides ``--data``."""
+    folder = Path(cfg.MODEL.WEIGHTS).parent
+    if start.resume:
+        folder = start.folder
+    file = folder.absolute() / SPLIT_FILE
+    if not file.is_file():
+        return None
+    if read_split(file).get("data") != os.path.abspath(str(flags.data)):
+        return None
+    return file
+
+
+def _holds_out(cfg: CfgNode, flags: RunFlags, task: Task) -> bool:
+    """Returns whether a run without validation data holds out a share of its training images."""
+    if task is PRETRAINING or "DATASETS.TEST" in flags.overrides:
+        return False
+    return bool(cfg.DATASETS.VAL_FRACTION)
+
+
+def _read_or_make_split(
+    cfg: CfgNode, flags: RunFlags, opened: OpenedSource, seen: SeenImages, start: Start
+) -> Split:
+    """Returns the split of a resumed run, or of its first stage, or makes a new one.
+
+    Images that the initial weights have seen keep their side.
+    """
+    if start.resume:
+        folder = Path(cfg.OUTPUT_DIR)
+        for file in (folder / SPLIT_FILE, folder / FIRST_STAGE_FOLDER / SPLIT_FILE):
+            if file.is_file():
+                return read_split(file)
+    # The seed of the split is that of the command, also if a seed is drawn for the training.
+    split = split_source(
+        opened.source,
+        opened.annotations,
+        fraction=cfg.DATASETS.VAL_FRACTION,
+        seed=max(cfg.SEED, 0),
+        seen=seen,
+    )
+    return {"data": os.path.abspath(str(flags.data)), **split}
+
+
+def _register(opened: OpenedSource, name: str, split: Split | None) -> DataSet:
+    """Registers a source, or its part of a split, as a data set."""
+    source = opened.source
+    keep = None
+    if split is not None and source.split_part:
+        keep = frozenset(split[source.split_part])
+    register_source(name, source, annotations=opened.annotations, keep=keep)
+    if opened.annotations is None:
+        if source.labelled:
+            paths = [record["file_name"] for record in DatasetCatalog.get(name)]
+            return DataSet(name, source, opened.account, len(paths), paths=paths)
+        return DataSet(name, source, opened.account, opened.account.used["image"])
+    lists = opened.annotations.keep(keep)
+    root = opened.annotations.image_root
+    return DataSet(
+        name,
+        source,
+        opened.account,
+        num_images=len(lists["images"]),
+        paths=[os.path.join(root, image["file_name"]) for image in lists["images"]],
+        broken=opened.annotations.broken,
+        max_objects=count_most_objects(lists["annotations"]),
+    )
+
+
+def _check_classes(
+    cfg: CfgNode,
+    flags: RunFlags,
+    sources: Mapping[Role, OpenedSource],
+    given: Mapping[Role, DataSet],
+    task: Task,
+) -> None:
+    """Checks that both sets have the same classes, and that there are two class folders."""
+    annotations = [opened.annotations for opened in sources.values() if opened.annotations]
+    if task is DETECTION and len(annotations) == 2:
+        check_same_classes(*annotations)
+    if task is CLASSIFICATION:
+        for data_set in given.values():
+            data_set.account.check(cfg.DATASETS.MAX_LEFT_OUT)
+        if "train" in given:
+            names = list_classes([given["train"].name])
+            if len(names) < 2:
+                raise UserError(f"'{flags.data}' has images of one class, '{names[0]}'")
+
+
+def _list_registered(names: Iterable[str]) -> tuple[str, ...]:
+    """Returns the names without those of sets that only the flags of an earlier run have given."""
+    return tuple(name for name in names if name not in CUSTOM_SETS)
+
+
+def _choose_names(
+    cfg: CfgNode, flags: RunFlags, given: Mapping[Role, DataSet]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the names of the training sets and of the test sets."""
+    train = _list_registered(cfg.DATASETS.TRAIN)
+    test = _list_registered(cfg.DATASETS.TEST)
+    if "train" in given:
+        train = (given["train"].name,)
+        if "DATASETS.TEST" not in flags.overrides:
+            test = ()  # a recipe's test sets do not fit custom training images
+    if "val" in given:
+        test = (given["val"].name,)
+    return train, test
+
+
+def _check_names(data: RunData, *, eval_only: bool) -> None:
+    """Checks that the data sets are registered and have files, without reading them."""
+    names = data.test
+    if not eval_only:
+        names = (*data.train, *data.test)
+    if not names or not (eval_only or data.train):
+        raise UserError(f"the config names no data set: {data.task.data_flags}")
+    for name in names:
+        _check_name(name, data.task, is_test=name in data.test)
+
+
+def _check_name(name: str, task: Task, *, is_test: bool) -> None:
+    if name not in DatasetCatalog:
+        raise UserError(f"there is no data set '{name}': {task.data_flags}, or register it")
+    metadata = MetadataCatalog.get(name)
+    is_unlabelled = metadata.get("unlabelled")
+    if is_unlabelled and task is DETECTION:
+        raise UserError(f"data set '{name}' has no annotations, as a detector needs")
+    if is_test and task is not DETECTION and not is_unlabelled:
+        raise UserError(
+            f"DATASETS.TEST names '{name}', which has annotations, but {task.name} is evaluated on "
+            f"images alone: {task.data_flags}"
+        )
+    advice = f"set $DETECTRON2_DATASETS, or {task.data_flags}"
+    for folder in metadata.get("image_folders", ()):
+        try:
+            check_image_folder(folder)
+        except UserError as error:
+            raise UserError(f"data set '{name}': {error}; {advice}") from error
+    json_file = metadata.get("json_file")
+    if json_file and not os.path.isfile(json_file):
+        raise UserError(f"data set '{name}' has no annotations at '{json_file}': {advice}")
+
+
+def _find_classes(
+    cfg: CfgNode, data: RunData, start: Start, *, eval_only: bool
+) -> tuple[Sequence[str], Sequence[int]]:
+    """Returns the names of the classes, and their ids in the annotations."""
+    if data.task is CLASSIFICATION:
+        names = _find_folder_classes(cfg, data, start, eval_only=eval_only)
+        return names, range(len(names))
+    name = data.test[0] if eval_only else data.train[0]
+    metadata = MetadataCatalog.get(name)
+    if not metadata.get("thing_classes"):
+        DatasetCatalog.get(name)  # Detectron2 reads the names from the COCO file
+    names = metadata.get("thing_classes")
+    if not names:
+        raise UserError(f"the metadata of data set '{name}' has no 'thing_classes'")
+    indices = metadata.get("thing_dataset_id_to_contiguous_id") or {}
+    ids = sorted(indices, key=indices.__getitem__) or range(len(names))
+    return names, ids
+
+
+def _find_folder_classes(
+    cfg: CfgNode, data: RunData, start: Start, *, eval_only: bool
+) -> list[str]:
+    """Returns the class names of class folders, and checks that all test sets have them.
+
+    Training uses the classes of the training images. Evaluation uses the classes that the weights
+    record, or else those of the config, or else those of the test images.
+    """
+    names: list[str] = []
+    if eval_only:
+        weights = cfg.MODEL.WEIGHTS
+        if start.continues:
+            weights = str(start.folder / start.checkpoint)
+        names = list(cfg.MODEL.CLASS_NAMES)
+        if weights:
+            names = list(class_names_of(weights)) or names
+    if not names:
+        names = list_classes(data.test if eval_only else data.train)
+    for name in data.test:
+        load_classes([name], names)
+    return names
+
+
+def _compare_images(
+    given: Mapping[Role, DataSet], seen: SeenImages, weights: str
+) -> tuple[SeenImages | None, str]:
+    """Returns the images that a run will have seen, and a sentence about those on both sides.
+
+    The main process compares the contents of the files. Warns of validation images that are
+    training images, of this run or of the run that trained ``weights``.
+    """
+    if not given or not comm.is_main_process():
+        return None, ""
+    num_images = sum(len(data_set.paths) for data_set in given.values())
+    if num_images > _MAX_FINGERPRINTS:
+        logger.info("There are too many images to remember them for later runs")
+        return None, ""
+    prints = {
+        role: frozenset(fingerprint_images(data_set.paths).values())
+        for role, data_set in given.items()
+    }
+    train = prints.get("train", frozenset())
+    val = prints.get("val", frozenset())
+    shared = {
+        "training images": val & train,
+        f"training images of '{weights}'": val & seen.train - train,
+    }
+    counts = [
+        f"{len(images):,} of {len(val):,} validation images are {kind}"
+        for kind, images in shared.items()
+        if images
+    ]
+    text = " and ".join(counts)
+    if text:
+        logger.warning(f"{text}: the results do not measure generalization")
+    if "train" not in given:
+        return None, text
+    return seen.extend(train, val), text
+
+
+def count_objects(data: RunData, names: Sequence[str]) -> int:
+    """Returns the largest number of objects in an image; equal on all processes."""
+    if data.task is not DETECTION:
+        return 0
+    known = {data_set.name: data_set.max_objects for data_set in data.given}
+    most = 0
+    if comm.is_main_process():
+        for name in names:
+            if name not in known:
+                known[name] = _count_objects_of(name)
+            most = max(most, known[name])
+    return comm.all_gather(most)[0]
+
+
+def _count_objects_of(name: str) -> int:
+    """Returns the largest number of objects in an image of a registered data set."""
+    return count_most_objects(
+        {**annotation, "image_id": index}
+        for index, record in enumerate(DatasetCatalog.get(name))
+        for annotation in record.get("annotations", ())
+    )
+
+
+def check_records(cfgs: Sequence[CfgNode], data: RunData, *, eval_only: bool) -> None:
+    """Reads the records of a run's data sets on the main process, to find errors early.
+
+    With ``DATASETS.CHECK_IMAGES``, also reads the image files of sets that no flag has given. (The
+    others are checked when they are opened.)
+
+    Args:
+        cfgs: the configs of all stages.
+        data: the data of the run.
+        eval_only: nothing is trained.
+
+    Raises:
+        UserError: a record or an image is invalid.
+    """
+    if not comm.is_main_process():
+        return
+    is_detector = data.task is DETECTION
+    names = data.test
+    if is_detector and not eval_only:
+        names = (*data.train, *data.test)
+    for name in names:
+        records = DatasetCatalog.get(name)
+        if not is_detector:
+            continue
+        for cfg in cfgs:
+            is_only_training_set = data.train == (name,)  # the sets are filtered together
+            filters = is_only_training_set and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
+            errors = find_record_errors(
+                name,
+                records,
+                num_classes=len(data.class_names),
+                filter_empty=filters,
+                mask_format=cfg.INPUT.MASK_FORMAT if cfg.MODEL.MASK_ON else None,
+                longest=min(cfg.INPUT.MAX_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TEST),
+            )
+            raise_first(errors)
+        if cfgs[-1].DATASETS.CHECK_IMAGES and name not in CUSTOM_SETS:
+            raise_first(find_image_errors(records))

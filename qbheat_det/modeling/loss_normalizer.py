@@ -1,0 +1,103 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The divisor of a dense detector's losses: a running mean of the number of positive anchors.
+
+RetinaNet (arXiv:1708.02002) and FCOS (arXiv:2006.09214) divide their losses by the number of
+positive anchors or locations. Detectron2 divides by a running mean of this number. There, each
+process keeps its own mean, which is lost on resume. Here the mean is over all processes, updated
+once per step, and saved in checkpoints.
+"""
+
+import math
+from typing import Any
+
+import torch
+from detectron2.config import configurable
+from detectron2.modeling.meta_arch.dense_detector import DenseDetector
+from detectron2.structures import ImageList
+from detectron2.utils import comm
+from torch import Tensor
+
+from .cached_images import find_cached_images
+
+COUNT = "num_positives"  # ``losses`` returns the count under this key, next to the losses
+_MOMENTUM = 0.9  # of the running mean, as in Detectron2
+
+
+class SyncNormalizer(DenseDetector):
+    """Mixin that divides the losses of RetinaNet or FCOS by a running mean of the number of
+    positive anchors in all processes together. It also lets them train on cached features."""
+
+    first_normalizer: float
+    """Initial value of the running mean, as in Detectron2."""
+
+    @configurable
+    def __init__(self, **kwargs: Any) -> None:
+        """Takes the detector's arguments."""
+        super().__init__(**kwargs)
+        # Named as in Detectron2.
+        self.register_buffer("loss_normalizer", torch.tensor(self.first_normalizer))
+        self.loss_normalizer: Tensor
+
+    def forward(
+        self, batched_inputs: list[dict[str, Any]], normalizers: Tensor | None = None
+    ) -> Any:
+        """Same as in the base class. In training, ``normalizers`` (1,) divides the losses. By
+        default, it is computed from the batches of all processes."""
+        outputs = super().forward(batched_inputs)
+        if not self.training:
+            return outputs
+        count = outputs.pop(COUNT)
+        if normalizers is None:
+            num_processes = comm.get_world_size()
+            if num_processes > 1:
+                torch.distributed.all_reduce(count)
+            normalizers = self.loss_normalizers(count, num_processes)
+        return {name: total / normalizers[0] for name, total in outputs.items()}
+
+    def losses(
+        self, anchors: Any, pred_logits: list[Tensor], gt_labels: list[Tensor], *others: Any
+    ) -> dict[str, Tensor]:
+        """Returns the sums of the detector's losses and, as ``COUNT``, the number of positives."""
+        sums = super().losses(anchors, pred_logits, gt_labels, *others)
+        return {**sums, COUNT: self.count_positives(gt_labels)}
+
+    def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
+        """Returns the number (1,) of positive anchors in a batch. Does not run the backbone."""
+        height, width = self.preprocess_image(batched_inputs).tensor.shape[-2:]
+        maps = [
+            torch.empty(0, math.ceil(height / stride), math.ceil(width / stride))
+            for stride in self.anchor_generator.strides
+        ]
+        truth = [entry["instances"].to(self.device) for entry in batched_inputs]
+        labels, _ = self.label_anchors(self.anchor_generator(maps), truth)
+        return self.count_positives(labels)
+
+    def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
+        """Updates the running mean with the number of positive anchors (1,). Returns the divisor of
+        each micro-batch."""
+        count = counts[0].clamp(min=1)
+        self.loss_normalizer.mul_(_MOMENTUM).add_(count, alpha=1 - _MOMENTUM)
+        return self.loss_normalizer[None] / parts
+
+    def count_positives(self, gt_labels: list[Tensor]) -> Tensor:
+        """Returns the number (1,) of positives among labels (R,) of each image."""
+        labels = torch.stack(gt_labels)  # (N, R): -1 is ignored, K is background
+        is_positive = (labels >= 0) & (labels != self.num_classes)
+        return is_positive.sum().float()[None]
+
+    def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
+        """Same as in the base class. Inputs with the key "features" become ``CachedImages``."""
+        cached = find_cached_images(batched_inputs, self.backbone.size_divisibility, self.device)
+        if cached is not None:
+            return cached
+        return super().preprocess_image(batched_inputs)
+
+    def _ema_update(self, *args: Any, **kwargs: Any) -> float:
+        return 1.0  # so that the detector does not divide; ``forward`` does
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # Checkpoints of Detectron2's class do not contain this buffer.
+        state_dict.setdefault(f"{prefix}loss_normalizer", self.loss_normalizer)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -1,0 +1,65 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The base class of pre-training objectives.
+
+An objective is a ``PretrainingModel`` with its own layers and a ``forward`` that returns losses in
+training. The dataset mapper decodes and crops images. The model draws the objective's random
+choices, such as masks. ``forward`` also takes these choices as an optional argument, for tests and
+figures.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import Backbone
+
+from qbheat_det.modeling.image_model import ImageModel
+
+logger = logging.getLogger(__name__)
+
+
+class PretrainingModel(ImageModel):
+    """Base class of pre-training objectives, which learn from one feature map of a backbone."""
+
+    pretrain_only_modules: tuple[str, ...] = ()
+    mapper_name = "pretrain"
+    held_out_loss = True
+
+    def __init__(
+        self, *, backbone: Backbone, in_feature: str, image_size: int, **others: Any
+    ) -> None:
+        """See ``ImageModel``. Raises a ``ValueError`` if the backbone has no such feature map."""
+        shapes = backbone.output_shape()
+        stride = find_feature_map(shapes, in_feature, image_size).stride
+        for name, shape in shapes.items():
+            if (shape.stride or 0) > stride:
+                logger.warning(
+                    f"The objective learns from '{in_feature}': the layers after it, up to "
+                    f"'{name}', keep their random weights"
+                )
+        super().__init__(backbone=backbone, in_feature=in_feature, image_size=image_size, **others)
+
+
+def find_feature_map(
+    shapes: Mapping[str, ShapeSpec], name: str, image_size: int, *, multiple: int | None = None
+) -> ShapeSpec:
+    """Returns the shape of a backbone's feature map. Raises a ``ValueError`` if it does not exist.
+
+    If ``multiple`` is given, also raises a ``ValueError`` unless the image's side is a multiple of
+    the stride, and the feature map's side is a multiple of ``multiple``.
+    """
+    strides = {key: shape.stride for key, shape in shapes.items() if shape.stride}
+    if name not in strides:
+        raise ValueError(
+            f"IN_FEATURE '{name}' is no map of the backbone, which has the strides {strides}: add "
+            "it to MODEL.MOBILE_FORMER.OUT_FEATURES or MODEL.TIMM.OUT_FEATURES"
+        )
+    side = (multiple or 1) * strides[name]
+    if image_size < 1 or (multiple and image_size % side):
+        nearest = max(1, round(image_size / side)) * side
+        raise ValueError(
+            f"'{name}' has stride {strides[name]}, so the image's side must be a multiple of "
+            f"{side}, not {image_size}: set INPUT.PRETRAIN.SIZE to {nearest}"
+        )
+    return shapes[name]

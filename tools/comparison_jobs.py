@@ -1,0 +1,171 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The commands of ``qbheat compare``: each pre-trains or probes in a process, and can resume.
+
+A repeated comparison continues where it stopped.
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qbheat_det.analysis.comparison import (
+    PRETRAINING,
+    PROBES,
+    RANDOM,
+    Comparison,
+    Row,
+    list_rows,
+    write_report,
+)
+from qbheat_det.analysis.figures import to_json
+from qbheat_det.config import load_config
+from qbheat_det.config.loading import list_leaves
+from qbheat_det.core.environment import list_versions
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
+
+TOOLS = Path(__file__).resolve().parent
+NUM_LOG_LINES = 12  # number of log lines that are shown for a failed job
+
+
+@dataclass(frozen=True)
+class Job:
+    """The command of one stage of a row.
+
+    ``settings`` are the values that determine its result. When the command has succeeded, they are
+    written to ``record_file``.
+    """
+
+    row: Row
+    stage: str
+    command: list[str]
+    settings: Mapping[str, Any]
+
+    @property
+    def title(self) -> str:
+        return f"{self.row.objective.name} seed {self.row.seed} {self.stage}"
+
+    @property
+    def record_file(self) -> Path:
+        return self.row.record_file(self.stage)
+
+    def is_done(self) -> bool:
+        """Whether the command has succeeded. Raises a ``UserError`` if it had other settings."""
+        if not self.row.is_finished(self.stage):
+            return False
+        try:
+            record = json.loads(self.record_file.read_text(encoding="utf-8"))
+            command = list(record["command"])
+            old_settings = dict(record["settings"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"'{self.record_file}' is not a result of a comparison") from error
+        # Keys that are missing in the record were added in a newer version. They are ignored.
+        changed = [
+            f"{key} {old_settings[key]} -> {value}"
+            for key, value in to_json(self.settings).items()
+            if old_settings.get(key, value) != value
+        ]
+        if changed:
+            raise UserError(
+                f"'{self.record_file}' has other settings: {'; '.join(changed)}. Undo the change, "
+                f"use another --output, or remove the file and '{self.stage}' beside it"
+            )
+        return command == self.command
+
+    def run(self) -> str:
+        """Runs the command and writes its record. Returns an error message, or "" on success."""
+        self.row.folder.mkdir(parents=True, exist_ok=True)
+        log_file = self.row.folder / f"{self.stage}.log"
+        with open(log_file, "ab") as log:
+            log.write(f"\n$ {shlex.join(self.command)}\n".encode())
+            log.flush()
+            process = subprocess.run(
+                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
+            )
+        if process.returncode:
+            lines = log_file.read_text(errors="replace").splitlines()[-NUM_LOG_LINES:]
+            end = "\n    ".join(lines)
+            return f"exit code {process.returncode}; the end of {log_file}:\n    {end}"
+        record = {"command": self.command, "settings": self.settings, "versions": list_versions()}
+        write_atomically(self.record_file, json.dumps(to_json(record), indent=1).encode())
+        return ""
+
+
+def plan_row(comparison: Comparison, row: Row) -> list[Job]:
+    """Returns the jobs of a row, in order of execution."""
+    jobs = [plan_probes(comparison, row)]
+    if PRETRAINING in row.stages:
+        jobs.insert(0, plan_pretraining(comparison, row))
+    return jobs
+
+
+def plan_pretraining(comparison: Comparison, row: Row) -> Job:
+    """Returns the job that runs ``tools/train_net.py``."""
+    config_file = row.objective.config_file
+    is_labelled = row.objective.cfg.INPUT.DATASET_MAPPER_NAME == "classify"
+    opts = ["SOLVER.EPOCHS", str(float(comparison.epochs)), *comparison.opts]
+    command = [sys.executable, str(TOOLS / "train_net.py"), "--config-file", config_file]
+    command += ["--data" if is_labelled else "--images", comparison.train_folder]
+    command += ["--output", str(row.folder / PRETRAINING), "--resume"]
+    command += ["SEED", str(row.seed), *opts]
+    if is_labelled:  # the probes have a validation set
+        command += ["DATASETS.VAL_FRACTION", "0"]
+    settings = dict(list_leaves(yaml.safe_load(load_config(config_file, opts).dump())))
+    settings["contents"] = comparison.contents[0]
+    return Job(row, PRETRAINING, command, settings)
+
+
+def plan_probes(comparison: Comparison, row: Row) -> Job:
+    """Returns the job that runs ``tools/probe_backbone.py``."""
+    num_recalibrated = str(comparison.num_recalibrated)
+    encoder = ["--weights", str(row.weights)]
+    opts = ["SEED", str(row.seed)]  # the same split of the training images for each objective
+    if row.objective.name == RANDOM:
+        encoder = ["--random", "--config-file", row.objective.config_file]
+        opts += comparison.opts
+    command = [sys.executable, str(TOOLS / "probe_backbone.py"), *encoder]
+    command += ["--recalibrate-bn", num_recalibrated, "--probes", *comparison.probes]
+    command += ["--data", comparison.train_folder, "--val", comparison.val_folder]
+    command += ["--json", str(row.probes_file), *opts]
+    settings = {"contents": comparison.contents, "recalibrate_bn": num_recalibrated}
+    return Job(row, PROBES, command, settings)
+
+
+def compare(comparison: Comparison) -> tuple[str, dict[str, str]]:
+    """Runs the jobs that are not done. If pre-training fails, its probes are skipped.
+
+    Returns the tables in Markdown, and error messages by the titles of failed or skipped jobs.
+
+    Raises:
+        UserError: data or a config is invalid, or the folder has results of different settings.
+    """
+    rows = list_rows(comparison)
+    jobs_by_row = [plan_row(comparison, row) for row in rows]
+    for jobs in jobs_by_row:
+        for job in jobs:
+            job.is_done()  # raises errors before the first job runs
+    failed: dict[str, str] = {}
+    for jobs in jobs_by_row:
+        reason = ""
+        has_run = False
+        for job in jobs:
+            if reason:
+                reason = "needs the job before it, which failed"
+            elif has_run or not job.is_done():  # after a job ran, later jobs of the row are stale
+                has_run = True
+                print(f"{job.title}: started", flush=True)
+                reason = job.run()
+            if reason:
+                failed[job.title] = reason
+                print(f"{job.title}: FAILED, {reason}", flush=True)
+            else:
+                print(f"{job.title}: done", flush=True)
+            tables = write_report(comparison, rows, failed)
+    return tables, failed
