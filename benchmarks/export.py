@@ -80,8 +80,7 @@ def write(path: Path, height: int, width: int) -> None:
     cfg = mf_detr_config("285M", (2, 1, 1))
     cfg.INPUT.MIN_SIZE_TEST = 0  # images are not resized, as in the PyTorch contender
     torch.manual_seed(0)
-    int8 = path.stem == "int8"
-    write_model(build_model(cfg).eval(), cfg, path, image_size=(height, width), int8=int8)
-    if int8:
+    write_model(build_model(cfg).eval(), cfg, path, image_size=(height, width))
+    if path.stem == "int8":
         shape = height, width, 3
         quantize_onnx(path, [np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)])

@@ -97,7 +97,7 @@ def export_model(
     predictor = build_predictor(cfg)
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "model.onnx"
-        write_model(predictor.model, cfg, written, image_size=image_size, int8=bool(int8_images))
+        write_model(predictor.model, cfg, written, image_size=image_size)
         exported = ExportedModel.open(written, device="cpu")
         reference = build_reference(predictor, cfg, exported.info.task)
         report = measure_agreement(
@@ -151,14 +151,13 @@ def write_model(
     path: Path,
     *,
     image_size: tuple[int, ...] = (),
-    int8: bool = False,
 ) -> None:
     """Writes a model as an ``.onnx`` file without comparing it with PyTorch.
 
-    For ``image_size``, see ``export_model``. ``int8`` prepares the file for ``quantize_onnx``.
-    Raises a ``UserError`` if the model cannot be exported or a package is missing.
+    For ``image_size``, see ``export_model``. Raises a ``UserError`` if the model cannot be exported
+    or a package is missing.
     """
-    exportable = build_exportable(model, cfg, image_size=image_size, int8=int8)
+    exportable = build_exportable(model, cfg, image_size=image_size)
     program = trace_images(exportable, image_size)
     description = exportable.info.to_json()
     write_onnx(program, path, ["images"], exportable.info.outputs, {METADATA_KEY: description})

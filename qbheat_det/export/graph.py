@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from qbheat_det.config import dump_config, get_cfg, with_values
 from qbheat_det.core.environment import VERSION
-from qbheat_det.fast import fold_batch_norms, optimize
+from qbheat_det.fast import fold_batch_norms
 from qbheat_det.inference.exported import ExportInfo
 from qbheat_det.modeling.classification import ImageClassifier
 from qbheat_det.modeling.contracts import get_backbone
@@ -215,23 +215,15 @@ class ExportableModel(nn.Module):
 
 
 def build_exportable(
-    model: nn.Module, cfg: CfgNode, *, image_size: tuple[int, ...] = (), int8: bool = False
+    model: nn.Module, cfg: CfgNode, *, image_size: tuple[int, ...] = ()
 ) -> ExportableModel:
     """Builds the module to export, in eval mode, from a copy of ``model``.
 
-    Args:
-        model: a model with its weights.
-        cfg: its config.
-        image_size: (H, W) in pixels, only for the metadata of the exported file.
-        int8: whether the file will be quantized, for which weights must be constants.
-
-    Raises:
-        UserError: the model cannot be exported.
+    ``image_size`` (H, W) is only written to the metadata of the exported file. Raises a
+    ``UserError`` if the model cannot be exported.
     """
     model = copy.deepcopy(model).eval().requires_grad_(False)
     fold_batch_norms(model)
-    if int8:
-        optimize(model, "int8")
     head = build_head(model)
     backbone = get_backbone(model)
     assert backbone is not None  # else ``build_head`` raises an error

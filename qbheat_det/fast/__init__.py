@@ -1,10 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Fast forms of layers, for one use each: training, inference or export.
+"""Fast forms of layers, for training or for inference.
 
 ``layers`` and ``modeling`` compute what the papers write. A fast form is a subclass of such a layer
 that gives the same results, up to rounding, in less time. ``optimize`` puts the fast forms of a use
-into a model. A form is kept only if it saves at least 10 % of a job that users run; the docstring
-of its file, or docs/performance.md, has the figures.
+into a model. A form is kept only if it saves at least 10 % of a job that users run
+(docs/performance.md). Exported files need none: runtimes optimize the plain graph.
 """
 
 from .folding import fold_batch_norms

@@ -7,20 +7,26 @@ from typing import Any, Literal
 from detectron2.layers import Conv2d
 from torch import nn
 
-from qbheat_det.layers import DotProductAttention, DownMobile, DynamicReLU, MapAttention, Mobile
+from qbheat_det.layers import (
+    DotProductAttention,
+    DownMobile,
+    DynamicReLU,
+    LiteBottleneck,
+    MapAttention,
+    Mobile,
+)
 from qbheat_det.modeling.backbone.timm_backbone import TraceableConv2dSame
 from qbheat_det.modeling.detr.decoder_block import LiteMobile
 
-from .attention import ProductAttention, QuantizableMapAttention
+from .attention import ProductAttention
 from .depthwise import DepthwiseConv2d, DepthwiseConv2dSame, NormedDepthwiseConv2d
 from .dynamic_relu import TwoSlopeReLU
 from .form import FastForm
 from .linear import ConvolvedLinear, ConvolvedMapAttention
-from .mobile_former import FusedDownMobile, FusedLiteMobile, FusedMobile
+from .mobile_former import FusedDownMobile, FusedLiteBottleneck, FusedLiteMobile, FusedMobile
 
-Form = Literal["training", "cpu_training", "cpu_inference", "int8"]
-"""What a model is used for: training on any device or on CPUs, prediction of one image at a time on
-CPUs, or the export of a file in 8-bit integers."""
+Form = Literal["training", "cpu_training", "cpu_inference"]
+"""What a model is used for: training on any device, training on CPUs, or prediction on CPUs."""
 
 FORMS: Mapping[Form, Mapping[type[nn.Module], type[FastForm]]] = {
     "training": {
@@ -39,12 +45,10 @@ FORMS: Mapping[Form, Mapping[type[nn.Module], type[FastForm]]] = {
         DynamicReLU: TwoSlopeReLU,
         Mobile: FusedMobile,
         DownMobile: FusedDownMobile,
+        LiteBottleneck: FusedLiteBottleneck,
         LiteMobile: FusedLiteMobile,
         MapAttention: ConvolvedMapAttention,
         nn.Linear: ConvolvedLinear,
-    },
-    "int8": {
-        MapAttention: QuantizableMapAttention,
     },
 }
 """The fast form of each layer, by the use of the model. Only these exact types are replaced."""

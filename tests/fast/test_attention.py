@@ -1,17 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Other forms of attention against the plain layers."""
+"""Attention by matrix products against the plain layer."""
 
-import copy
 from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import nn
 from torch.testing import assert_close
 
 from qbheat_det.fast import attention
-from qbheat_det.fast.attention import ProductAttention, QuantizableMapAttention
-from qbheat_det.layers import DotProductAttention, MapAttention
+from qbheat_det.fast.attention import ProductAttention
+from qbheat_det.layers import DotProductAttention
 
 
 def draw(dtype):
@@ -21,7 +19,7 @@ def draw(dtype):
     return [torch.randn(2, 4, n, 3).to(dtype).requires_grad_() for n in lengths]
 
 
-def test_matrix_products_in_bfloat16_come_near_the_plain_layer(monkeypatch):
+def test_matrix_products_in_bfloat16_come_near_the_plain_layer():
     masked = torch.arange(9).expand(2, 1, 1, -1) >= torch.tensor([9, 6])[:, None, None, None]
     results = []
     for layer, dtype in (
@@ -53,14 +51,3 @@ def test_pytorchs_kernel_is_used_where_it_is_faster(dtype, max_weights, is_calle
     monkeypatch.setattr(attention, "_MAX_WEIGHTS", max_weights)
     ProductAttention()(*draw(dtype))
     assert kernel.called is is_called
-
-
-@pytest.mark.parametrize("is_padded", [False, True])
-def test_attention_for_int8_files_equals_the_plain_layer(is_padded):
-    torch.manual_seed(0)
-    plain = MapAttention(dim=8, num_heads=2).eval()
-    nn.init.normal_(plain.in_proj_bias)
-    inputs = torch.randn(2, 3, 8), torch.randn(2, 20, 8), torch.randn(2, 20, 8)
-    padding = torch.rand(2, 20) > 0.5 if is_padded else None
-    fast = QuantizableMapAttention.of(copy.deepcopy(plain))
-    assert_close(fast(*inputs, padding), plain(*inputs, padding))

@@ -10,12 +10,13 @@ from torch import nn
 from torch.testing import assert_close
 
 from qbheat_det.fast import FORMS, count_fast_layers, mobile_former, optimize
-from qbheat_det.layers import DownMobile, Mobile, SinePositionEncoding
+from qbheat_det.layers import DownMobile, LiteBottleneck, Mobile, SinePositionEncoding
 from qbheat_det.modeling.detr.decoder_block import DecoderWidths, LevelMap, LiteMobile
 from tests.modeling.reference_mobile_former import randomise_
 
 SHAPES = {"token_dim": 8, "norm": "BN"}
 BLOCKS = {
+    "lite": LiteBottleneck(in_channels=4, hidden=12, out_channels=4, norm=""),
     "mobile": Mobile(in_channels=4, hidden=10, out_channels=4, **SHAPES),
     "wider": Mobile(in_channels=4, hidden=10, out_channels=6, **SHAPES),
     "down": DownMobile(in_channels=4, hidden=12, out_channels=6, second_hidden=18, **SHAPES),
@@ -33,6 +34,8 @@ def fused(block):
 
 def run(block, x, token, padding):
     """Runs a block on maps (N, 4, H, W) and tokens (N, 8)."""
+    if isinstance(block, LiteBottleneck):
+        return block(x, token, padding)[0]
     if not isinstance(block, LiteMobile):
         return block(x, token, padding)
     encoding = SinePositionEncoding(channels=8)(x.shape[-2:], padding)
@@ -62,6 +65,15 @@ def test_a_fused_block_equals_the_plain_one(name, monkeypatch):
             assert_close(run(block, x, token, padding), run(plain, x, token, padding))
         assert_close(x, before, rtol=0, atol=0)
         assert convolve.called is (count == 1 and padding is None)
+
+
+def test_lite_bottlenecks_with_norms_or_without_identity_stay_plain():
+    model = nn.Sequential(
+        LiteBottleneck(in_channels=4, hidden=12, out_channels=4, norm="BN"),
+        LiteBottleneck(in_channels=4, hidden=12, out_channels=6, norm=""),
+    )
+    optimize(model, "cpu_inference")
+    assert count_fast_layers(model) == 0
 
 
 def test_gradients_pass_through_a_fused_block():
