@@ -16,7 +16,7 @@ from qbheat_det.data.datasets.labelled_image import BROKEN, LabelledImage, descr
 from qbheat_det.data.datasets.layout import (
     Folders,
     Pairs,
-    fits_one,
+    fits_label_file,
     group_by_base,
     group_per_image_files,
     locate,
@@ -228,7 +228,7 @@ def find_by_name(
             pairs.orphans[file] += f", nor one image '{name}'" if name else ""
         elif found in taken:
             pairs.orphans[file] += f", and '{found}' has the labels of '{taken[found]}'"
-        elif folders and not fits_one(found, file, folders):
+        elif folders and not fits_label_file(found, file, folders):
             pairs.orphans[file] += f", and '{found}' is in another folder"
         else:
             del pairs.orphans[file]
