@@ -79,10 +79,10 @@ class LabelledImage:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     @contextlib.contextmanager
-    def reading(self, place: str) -> Iterator[None]:
-        """Leaves out the box at ``place`` if its content raises an exception."""
+    def reading(self, place: str) -> Iterator[str]:
+        """Leaves out the box at ``place`` if its content raises an exception. Yields ``place``."""
         try:
-            yield
+            yield place
         except NoBoxError as error:
             self.left_out.append(LeftOut("without a box", place, str(error), "box", False))
         except BROKEN as error:

@@ -27,7 +27,7 @@ def read_file(file: str) -> Iterator[LabelledImage]:
         image.name = name
         things = entry.get("annotations", entry.get("annotation")) or ()
         for index, thing in enumerate(things, start=1):
-            with image.reading(place := f"{image.place}, annotation {index}"):
+            with image.reading(f"{image.place}, annotation {index}") as place:
                 box = thing["coordinates"]
                 x, y, width, height = (float(box[key]) for key in ("x", "y", "width", "height"))
                 points = corners(x - width / 2, y - height / 2, width, height)

@@ -77,7 +77,7 @@ def _read_images(file: str, root: Element, subset: str) -> Iterator[LabelledImag
         if subset and not name.startswith(f"{subset}/"):
             image.name = f"{subset}/{name}"
         for number, shape in enumerate(node, start=1):
-            with image.reading(place := f"{image.place}, shape {number}"):
+            with image.reading(f"{image.place}, shape {number}") as place:
                 if shape.tag != "tag":  # a tag belongs to the whole image
                     image.add(place, shape.get("label"), _find_points(shape))
         yield image

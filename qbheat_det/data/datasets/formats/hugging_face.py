@@ -28,7 +28,7 @@ def read_file(file: str) -> Iterator[LabelledImage]:
             image.miss(describe(error))
             objects = []
         for index, thing in enumerate(objects, start=1):
-            with image.reading(place := f"{image.place}, object {index}"):
+            with image.reading(f"{image.place}, object {index}") as place:
                 x, y, width, height = map(float, thing["bbox"])
                 points = corners(x, y, width, height)
                 image.add(place, choose_name(thing), points, is_box=True)

@@ -19,7 +19,7 @@ _IGNORED = "DontCare"
 def add_objects(image: LabelledImage, lines: list[tuple[int, str]]) -> None:
     """Adds the objects in the lines of a label file to an image."""
     for number, line in lines:
-        with image.reading(place := f"{image.label_file}, line {number}"):
+        with image.reading(f"{image.label_file}, line {number}") as place:
             words = line.split()
             if words[0] == _IGNORED:
                 reason = "its objects are not labelled"

@@ -102,7 +102,7 @@ def read_file(file: str) -> Iterator[Task]:
         except BROKEN as error:
             image.miss(describe(error))
         for index, result in enumerate(results, start=1):
-            with image.reading(place := f"{image.place}, region {index}"):
+            with image.reading(f"{image.place}, region {index}") as place:
                 _add_result(image, place, result)
         yield image
 

@@ -24,7 +24,7 @@ def parse(file: str) -> dict[str, Any]:
 def add_shapes(image: LabelledImage, content: Mapping[str, Any]) -> None:
     """Adds the shapes in the content of a file to an image."""
     for number, shape in enumerate(content["shapes"], start=1):
-        with image.reading(place := f"{image.label_file}, shape {number}"):
+        with image.reading(f"{image.label_file}, shape {number}") as place:
             image.add(place, shape.get("label"), find_points(shape))
 
 

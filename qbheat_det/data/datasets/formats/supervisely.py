@@ -43,7 +43,7 @@ def parse(file: str) -> dict[str, Any]:
 def add_objects(image: LabelledImage, content: Mapping[str, Any]) -> None:
     """Adds the objects in the content of a file to an image."""
     for number, thing in enumerate(content["objects"], start=1):
-        with image.reading(place := f"{image.label_file}, object {number}"):
+        with image.reading(f"{image.label_file}, object {number}") as place:
             image.add(place, thing["classTitle"], _find_points(thing))
 
 

@@ -58,7 +58,7 @@ def read_file(file: str) -> Iterator[LabelledImage]:
         if regions is None:
             image.miss("it has no list 'regions'")
         for number, region in enumerate(regions or (), start=1):
-            with image.reading(place := f"{image.place}, region {number}"):
+            with image.reading(f"{image.place}, region {number}") as place:
                 shape = region["shape_attributes"]
                 # "\0" marks a missing class until all regions are read.
                 label = choose_option(_list_values(region).get(key)) or "\0"

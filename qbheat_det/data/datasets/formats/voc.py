@@ -108,7 +108,7 @@ def _add_objects(image: LabelledImage, root: Element) -> None:
     if width and height:
         image.size = width, height
     for number, thing in enumerate(root.iter("object"), start=1):
-        with image.reading(place := f"{image.label_file}, object {number}"):
+        with image.reading(f"{image.label_file}, object {number}") as place:
             _add_object(image, place, thing)
 
 

@@ -24,7 +24,7 @@ def read_file(file: str) -> Iterator[LabelledImage]:
             continue
         image.name = find_path(name)
         for number, region in enumerate(entry.get("regions") or (), start=1):
-            with image.reading(place := f"{image.place}, region {number}"):
+            with image.reading(f"{image.place}, region {number}") as place:
                 box = region["boundingBox"]
                 points = corners(*(float(box[key]) for key in ("left", "top", "width", "height")))
                 image.add(place, next(iter(region["tags"]), None), points, is_box=True)

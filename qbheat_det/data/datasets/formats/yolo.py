@@ -469,7 +469,7 @@ def read_label_file(
         image.reason = LeftOut("that cannot be read", file, str(error), "label file")
         return
     for number, line in number_lines(text):
-        with image.reading(place := f"{image.label_file}, line {number}"):
+        with image.reading(f"{image.label_file}, line {number}") as place:
             _add_line(image, place, line, names, has_keypoints=has_keypoints)
 
 
