@@ -8,7 +8,7 @@ import logging
 import os
 import stat
 import tempfile
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -31,28 +31,24 @@ def use_writable_caches(environ: MutableMapping[str, str] = os.environ) -> None:
     Args:
         environ: the variables to set. ~ depends on ``os.environ``.
     """
-    own = _find_own(environ)
-    if not _is_writable(own):
+    # The folder of ``get_cache_dir``. Without a home folder, the path keeps its "~".
+    base = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    cache = Path(os.path.expanduser(environ.get("QBHEAT_CACHE") or f"{base}/qbheat_det"))
+    if not _is_writable(cache):
         try:
-            folder = _make_temporary()
+            temporary = _make_temporary_folder()
         except OSError:  # there is no temporary folder: whatever needs a cache fails
             return
         if not environ.get("QBHEAT_CACHE"):
-            environ["QBHEAT_CACHE"] = str(folder)
+            environ["QBHEAT_CACHE"] = str(temporary)
             logger.warning(
-                f"The cache folder '{own}' cannot be written, so '{folder}' is used: set "
+                f"The cache folder '{cache}' cannot be written, so '{temporary}' is used: set "
                 "QBHEAT_CACHE to choose another one"
             )
-        own = folder
-    for variable, name in _LIBRARIES.items():
-        if variable not in environ and not _is_writable(Path(os.path.expanduser(name))):
-            environ[variable] = str(own / variable.lower())
-
-
-def _find_own(environ: Mapping[str, str]) -> Path:
-    """Returns the path that ``get_cache_dir`` returns, or a path from ~ without a home folder."""
-    base = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.path.expanduser(environ.get("QBHEAT_CACHE") or f"{base}/qbheat_det"))
+        cache = temporary
+    for variable, default in _LIBRARIES.items():
+        if variable not in environ and not _is_writable(Path(os.path.expanduser(default))):
+            environ[variable] = str(cache / variable.lower())
 
 
 def _is_writable(folder: Path) -> bool:
@@ -67,21 +63,31 @@ def _is_writable(folder: Path) -> bool:
         return False
 
 
-def _make_temporary() -> Path:
-    """Returns the user's own folder for temporary files, which later processes use again.
+def _make_temporary_folder() -> Path:
+    """Returns a temporary folder of the user, which later processes use again.
 
     If another user can write to it or owns it, returns a new folder, because caches contain
     programs that are executed.
     """
-    user = os.getuid() if hasattr(os, "getuid") else "user"
-    folder = Path(tempfile.gettempdir()) / f"qbheat_det_{user}"
+    if hasattr(os, "getuid"):
+        folder = Path(tempfile.gettempdir()) / f"qbheat_det_{os.getuid()}"
+    else:
+        folder = Path(tempfile.gettempdir()) / "qbheat_det_user"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-        is_own = not hasattr(os, "getuid") or status.st_uid == os.getuid()
-        others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        if stat.S_ISDIR(status.st_mode) and is_own and not (others and os.name == "posix"):
+        if _is_private(folder):
             return folder
     except OSError:  # a file has this name
         pass
     return Path(tempfile.mkdtemp(prefix="qbheat_det_"))
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether a path is a folder that this user owns, and to which no other user can write."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        return False
+    if hasattr(os, "getuid") and status.st_uid != os.getuid():
+        return False
+    others_can_write = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    return not (others_can_write and os.name == "posix")

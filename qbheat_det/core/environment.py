@@ -33,6 +33,10 @@ VERSION = "0.2.0"
 _PACKAGES = ("torch", "torchvision", "detectron2", "qbheat_det", "timm", "numpy")
 _CODE = ("qbheat_det", "configs", "tools")
 _CHECKOUT = Path(__file__).resolve().parents[2]
+_MAX_KEPT_BYTES = 2**31 - 1
+# Constants of glibc's malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
 
 
 def require_detectron2() -> None:
@@ -52,7 +56,10 @@ def import_own_modules() -> None:
     Raises:
         ImportError: a module is not found; the message explains where to put it.
     """
-    for name in filter(None, map(str.strip, os.environ.get("QBHEAT_IMPORT", "").split(","))):
+    for entry in os.environ.get("QBHEAT_IMPORT", "").split(","):
+        name = entry.strip()
+        if not name:
+            continue
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -87,19 +94,26 @@ def find_commit() -> str:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
 
     def git(*arguments: str) -> str:
-        command = ["git", "--no-optional-locks", *arguments]
-        run = subprocess.run(
-            command, check=True, cwd=_CHECKOUT, env=environment, capture_output=True, text=True,
+        completed = subprocess.run(
+            ["git", "--no-optional-locks", *arguments],
+            check=True,
+            cwd=_CHECKOUT,
+            env=environment,
+            capture_output=True,
+            text=True,
             timeout=20,
-        )  # fmt: skip
-        return run.stdout.strip()
+        )
+        return completed.stdout.strip()
 
     try:
         git("ls-files", "--error-unmatch", "qbheat_det/__init__.py")
         is_dirty = bool(git("status", "--porcelain", "--", *_CODE))
-        return git("rev-parse", "HEAD") + "-dirty" * is_dirty
+        commit = git("rev-parse", "HEAD")
     except (OSError, subprocess.SubprocessError):
         return ""
+    if is_dirty:
+        return f"{commit}-dirty"
+    return commit
 
 
 @contextlib.contextmanager
@@ -126,10 +140,8 @@ def keep_freed_memory() -> bool:
     """
     if platform.libc_ver()[0] != "glibc":
         return False
-    trim_threshold, mmap_max = -1, -4  # constants of malloc.h
-    most_kept = 2**31 - 1  # bytes
     mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, most_kept))
+    return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _MAX_KEPT_BYTES))
 
 
 def return_freed_memory() -> None:
@@ -157,5 +169,8 @@ def read_cpu_field(*names: str) -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
-    fields = (line.partition(":") for line in lines)
-    return next((value.strip() for key, _, value in fields if key.strip().lower() in names), "")
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip().lower() in names:
+            return value.strip()
+    return ""

@@ -4,6 +4,7 @@
 import errno
 import functools
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -26,7 +27,8 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(message)
-        self.number, self.code = number, 128 + number
+        self.number = number
+        self.code = 128 + number
 
 
 def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
@@ -48,11 +50,16 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            where = f" that holds '{error.filename}'" if error.filename else ""
-            message = f"the disk{where} is full: free some space, or choose another folder"
+            disk = "the disk"
+            if error.filename:
+                disk = f"the disk that holds '{error.filename}'"
+            message = f"{disk} is full: free some space, or choose another folder"
+        except Interrupted as stop:
+            print(str(stop) or "interrupted", file=sys.stderr)
+            raise SystemExit(stop.code) from None
         except KeyboardInterrupt as stop:
             print(str(stop) or "interrupted", file=sys.stderr)
-            raise SystemExit(stop.code if isinstance(stop, Interrupted) else 130) from None
+            raise SystemExit(128 + signal.SIGINT) from None
         print(f"error: {message}", file=sys.stderr)
         raise SystemExit(2)
 
@@ -66,11 +73,13 @@ def find_user_message(text: str) -> str | None:
     """
     _, marker, sentence = text.rpartition(f"{UserError.__module__}.{UserError.__name__}: ")
     # If another traceback follows, the text ends with a different error.
-    return sentence.strip() if marker and "Traceback (most recent call" not in sentence else None
+    if not marker or "Traceback (most recent call" in sentence:
+        return None
+    return sentence.strip()
 
 
 def is_lost_peer(error: BaseException | None) -> bool:
     """Returns whether an error of PyTorch means that another process cannot be reached."""
-    return isinstance(error, RuntimeError) and (
-        type(error).__module__.startswith("torch.distributed") or "gloo" in str(error)
-    )
+    if not isinstance(error, RuntimeError):
+        return False
+    return type(error).__module__.startswith("torch.distributed") or "gloo" in str(error)

@@ -29,7 +29,7 @@ if sys.platform != "win32":
 logger = logging.getLogger(__name__)
 
 # No reader mistakes a hidden file with this suffix for a checkpoint.
-_ENDING = ".incomplete"
+_SUFFIX = ".incomplete"
 _NO_RIGHTS = "you may not write there; change the folder's rights, or choose another one"
 _NO_FOLDER = "a file exists where a folder is needed; choose another folder"
 _ADVICE = {
@@ -85,10 +85,10 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     try:
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, "")
-        above = next((parent for parent in target.parents if parent.exists()), Path())
-        if not above.is_dir():
+        ancestor = next((parent for parent in target.parents if parent.exists()), Path())
+        if not ancestor.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "")
-        if not os.access(above, os.W_OK | os.X_OK):
+        if not os.access(ancestor, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "")
     except OSError as error:
         raise _refuse(target, error) from error
@@ -125,7 +125,7 @@ def _refuse(target: Path, error: OSError) -> UserError:
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> None:
     """Removes incomplete files of killed processes, except files that are still being written."""
-    for partial in Path(folder).glob(f".*{_ENDING}"):
+    for partial in Path(folder).glob(f".*{_SUFFIX}"):
         # Errors: a process is writing the file, it no longer exists, or there is no permission.
         with contextlib.suppress(OSError), open(partial, "r+b") as stream:
             _lock(stream)
@@ -148,16 +148,16 @@ class _Stream(io.BufferedWriter):
 def _open_partial(target: Path) -> tuple[Path, _Stream]:
     """Opens a new file next to the target, locked so that no process removes it as a leftover."""
     while True:
-        partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{_ENDING}")
+        partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{_SUFFIX}")
         stream = _Stream(io.FileIO(partial, "xb"))
-        is_ours = True
         try:
             _lock(stream)
         except BlockingIOError:  # another process is removing it
-            is_ours = False
+            stream.close()
+            continue
         except OSError:  # not every file system has locks
             pass
-        if is_ours and partial.exists():  # else it was removed before it was locked
+        if partial.exists():  # else another process has removed it before it was locked
             return partial, stream
         stream.close()
 
@@ -247,34 +247,51 @@ def parse_record(kind: Any, value: Any, where: str) -> Any:
     the wrong type, raises a ``UserError`` that names the field. ``where`` describes the value in
     the message.
     """
-    arguments, origin = get_args(kind), get_origin(kind)
+    arguments = get_args(kind)
+    origin = get_origin(kind)
+    expected = getattr(kind, "__name__", kind)
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        return typing.cast(Any, kind)(**_parse_fields(kind, value, where))
-    if origin is tuple and isinstance(value, list | tuple):
-        if ... in arguments or len(value) == len(arguments):
-            items = enumerate(value)
-            return tuple(parse_record(arguments[0], v, f"{where}[{i}]") for i, v in items)
-    elif origin is UnionType:
-        return None if value is None else parse_record(arguments[0], value, where)
-    elif value in arguments if origin is Literal else _is_plain(kind, value):
+        return _parse_dataclass(kind, value, where)
+    if origin is UnionType:
+        if value is None:
+            return None
+        return parse_record(arguments[0], value, where)
+    if origin is tuple:
+        is_list = isinstance(value, list | tuple)
+        if is_list and (... in arguments or len(value) == len(arguments)):
+            return tuple(
+                parse_record(arguments[0], item, f"{where}[{index}]")
+                for index, item in enumerate(value)
+            )
+    elif origin is Literal:
+        if value in arguments:
+            return value
+        expected = " or ".join(map(repr, arguments))
+    elif _is_valid(kind, value):
         return value
-    name = getattr(kind, "__name__", kind)
-    expected = " or ".join(map(repr, arguments)) if origin is Literal else name
     raise UserError(f"{where} is {value!r:.60}, expected {expected}")
 
 
-def _parse_fields(kind: Any, value: dict[str, Any], where: str) -> dict[str, Any]:
+def _parse_dataclass(kind: Any, value: dict[str, Any], where: str) -> Any:
     fields = dataclasses.fields(kind)
-    required = {field.name for field in fields if field.default is dataclasses.MISSING}
     unknown = value.keys() - {field.name for field in fields}
-    for what, names in (("unknown", unknown), ("missing", required - value.keys())):
-        if names:
-            raise UserError(f"{where}: the field '{min(names)}' is {what}")
+    if unknown:
+        raise UserError(f"{where}: the field '{min(unknown)}' is unknown")
+    required = {field.name for field in fields if field.default is dataclasses.MISSING}
+    missing = required - value.keys()
+    if missing:
+        raise UserError(f"{where}: the field '{min(missing)}' is missing")
     types = typing.get_type_hints(kind)
-    return {key: parse_record(types[key], v, f"{where}: '{key}'") for key, v in value.items()}
+    arguments = {
+        key: parse_record(types[key], item, f"{where}: '{key}'") for key, item in value.items()
+    }
+    return kind(**arguments)
 
 
-def _is_plain(kind: Any, value: Any) -> bool:
+def _is_valid(kind: type, value: Any) -> bool:
+    """Whether a value has a plain type. Floats must be finite, and integers not negative."""
     if kind is float:  # NaN compares as false, and integers in JSON have no upper bound
         return type(value) in (int, float) and abs(value) < 1e300
-    return type(value) is kind and (kind is not int or value >= 0)
+    if kind is int:
+        return type(value) is int and value >= 0
+    return type(value) is kind

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 # Second number of each seed, so that images, steps and fixed views never have equal seeds.
-IMAGE, STEP, VIEW = 1, 2, 3
+IMAGE = 1
+STEP = 2
+VIEW = 3
 _CUDA = 3  # appended to the seed of a step, so that GPU and CPU draw different numbers
 
 
@@ -46,13 +48,15 @@ def seed_step(seed: int, iteration: int, rank: int) -> None:
 @contextmanager
 def preserved_randomness() -> Iterator[None]:
     """Restores the CPU generators of Python, NumPy and torch on exit."""
-    python, numpy, pytorch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(pytorch)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
 
 
 @contextmanager

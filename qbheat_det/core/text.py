@@ -22,18 +22,22 @@ def format_duration(seconds: float) -> str:
 
 def format_bytes(count: float) -> str:
     """Returns ``"512 B"``, ``"3.4 MiB"`` and so on, in powers of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
+    if abs(count) < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
         count /= 1024
-    return f"{count:.1f} TiB"
+        if abs(count) < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} TiB"
 
 
 def join_first(items: Iterable[object], limit: int = 3, separator: str = ", ") -> str:
     """Joins the first ``limit`` items and counts the rest, as in ``"a, b, c and 5 more"``."""
-    listed = [str(item) for item in items]
-    shown = separator.join(listed[:limit])
-    return shown if len(listed) <= limit else f"{shown} and {len(listed) - limit:,} more"
+    texts = [str(item) for item in items]
+    first = separator.join(texts[:limit])
+    if len(texts) <= limit:
+        return first
+    return f"{first} and {len(texts) - limit:,} more"
 
 
 def one_line(error: BaseException) -> str:

@@ -42,9 +42,12 @@ class DataError:
 
 def raise_first(errors: Sequence[DataError]) -> None:
     """Raises a ``UserError`` with the first error and the number of further errors, if any."""
-    if errors:
-        others = f" (and {len(errors) - 1} more: qbheat inspect lists them all)"
-        raise UserError(errors[0].message + (others if len(errors) > 1 else ""))
+    if not errors:
+        return
+    message = errors[0].message
+    if len(errors) > 1:
+        message += f" (and {len(errors) - 1} more: qbheat inspect lists them all)"
+    raise UserError(message)
 
 
 def join_messages(errors: Iterable[DataError]) -> str:
@@ -53,7 +56,7 @@ def join_messages(errors: Iterable[DataError]) -> str:
 
 
 def count_files(records: Sequence[Record]) -> int:
-    """Returns the number of images: a record without a file, and all records of a file, are one."""
+    """Returns the number of image files. Each record without a file counts as one."""
     return len({record.get("file_name", index) for index, record in enumerate(records)})
 
 
@@ -102,8 +105,9 @@ def find_record_errors(
         objects = [a for a in record.get("annotations", ()) if not a.get("iscrowd", 0)]
         num_objects += len(objects)
         where = f"dataset '{name}': image id {record.get('image_id')!r} ({record['file_name']!r})"
-        if reason := find_elongation([record.get(k, 1) for k in ("width", "height")], longest):
-            errors.append(DataError("elongated image", where, reason))
+        elongation = find_elongation([record.get("width", 1), record.get("height", 1)], longest)
+        if elongation:
+            errors.append(DataError("elongated image", where, elongation))
         for number, annotation in enumerate(objects, start=1):
             for kind, reason in _find_object_errors(annotation, record, num_classes, mask_format):
                 errors.append(DataError(kind, f"{where}, object {number}", reason))
@@ -119,9 +123,10 @@ def find_elongation(sides: Sequence[int], longest: float) -> str | None:
     ``sides`` are its height and width, in any order. ``longest`` is the longest side of resized
     images. All are in pixels.
     """
-    short, long = sorted(sides)
-    too_long = short * longest < long
-    return f"{long} x {short} pixels is too elongated to be resized" if too_long else None
+    shorter, longer = sorted(sides)
+    if shorter * longest >= longer:
+        return None
+    return f"{longer} x {shorter} pixels is too elongated to be resized"
 
 
 def _find_object_errors(
@@ -130,15 +135,18 @@ def _find_object_errors(
     """Yields (kind, reason) of each error in one object of a record."""
     class_index = annotation.get("category_id")
     if type(class_index) is not int or not 0 <= class_index < num_classes:
-        unknown = f"category_id {class_index!r} is not one of the {num_classes} classes, from 0"
-        yield "unknown category", unknown
+        yield (
+            "unknown category",
+            f"category_id {class_index!r} is not one of the {num_classes} classes, from 0",
+        )
     mode = annotation.get("bbox_mode")
     if mode not in tuple(BoxMode):
         yield "wrong bbox_mode", f"bbox_mode must be one of Detectron2's, but is {mode!r}"
     elif mode in (BoxMode.XYXY_ABS, BoxMode.XYWH_ABS):
-        size = record.get("width", math.inf), record.get("height", math.inf)
-        if reason := find_box_error(_to_xywh(annotation.get("bbox"), mode), size):
-            yield "wrong bbox", reason
+        image_size = (record.get("width", math.inf), record.get("height", math.inf))
+        box_error = find_box_error(_to_xywh(annotation.get("bbox"), mode), image_size)
+        if box_error:
+            yield "wrong bbox", box_error
     segmentation = annotation.get("segmentation")
     if mask_format is not None and not segmentation:
         yield (
@@ -152,21 +160,24 @@ def _find_object_errors(
         )
 
 
-def find_box_error(box: object, size: tuple[float, float]) -> str | None:
+def find_box_error(box: object, image_size: tuple[float, float]) -> str | None:
     """Returns the error in a box [x, y, width, height], or None if it is valid.
 
-    ``size`` is (width, height) of the image.
+    ``image_size`` is (width, height).
     """
     if not (isinstance(box, list) and len(box) == 4 and are_numbers(box, _MAX_COORDINATE)):
-        must = "four finite numbers [x, y, width, height] in pixels"
-        return f"bbox must be {must}, but is {short(box)}"
+        return (
+            f"bbox must be four finite numbers [x, y, width, height] in pixels, but is {short(box)}"
+        )
     x, y, width, height = box
+    image_width, image_height = image_size
     if width < 0 or height < 0:
         return f"bbox {short(box)} has a negative width or height"
-    if width and height and not (-width < x < size[0] and -height < y < size[1]):
+    overlaps_image = -width < x < image_width and -height < y < image_height
+    if width and height and not overlaps_image:
         return (
-            f"bbox {short(box)} lies outside its image of {size[0]} x {size[1]} pixels; it must be "
-            "[x, y, width, height] in pixels"
+            f"bbox {short(box)} lies outside its image of {image_width} x {image_height} pixels; "
+            "it must be [x, y, width, height] in pixels"
         )
     return None
 
@@ -188,12 +199,17 @@ def are_numbers(values: object, largest: float) -> bool:
 def short(value: object) -> str:
     """Returns the ``repr`` of a value, truncated to 60 characters."""
     text = repr(value)
-    return text if len(text) <= 60 else text[:60] + "…"
+    if len(text) > 60:
+        return text[:60] + "…"
+    return text
 
 
 def _to_xywh(box: Any, mode: BoxMode) -> object:
+    """Converts a box of a mode to [x, y, width, height]. Returns an invalid box as it is."""
     try:
-        x, y, width, height = map(float, box)
+        x, y, third, fourth = map(float, box)
     except (OverflowError, TypeError, ValueError):
         return box
-    return [x, y, width, height] if mode == BoxMode.XYWH_ABS else [x, y, width - x, height - y]
+    if mode == BoxMode.XYWH_ABS:
+        return [x, y, third, fourth]
+    return [x, y, third - x, fourth - y]

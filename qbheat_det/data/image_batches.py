@@ -49,10 +49,13 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
             shared: split the images among the processes of a distributed run. If False, each
                 process iterates over all images.
         """
+        sampler = None
+        if records and shared:
+            sampler = InferenceSampler(len(records))
         self._loader: DataLoader[Any] = DataLoader(
             MapDataset(DatasetFromList(list(records), copy=False), mapper),
             batch_size=batch_size,
-            sampler=InferenceSampler(len(records)) if records and shared else None,
+            sampler=sampler,
             num_workers=num_workers,
             collate_fn=trivial_batch_collator,
             generator=torch.Generator(),  # the default draws from the global generator
@@ -65,9 +68,14 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         for batch in self._loader:
-            self.skipped.update({e.where: e for e in batch if isinstance(e, DataError)})
-            if whole := [_own(entry) for entry in batch if not isinstance(entry, DataError)]:
-                yield whole
+            inputs = []
+            for mapped in batch:
+                if isinstance(mapped, DataError):
+                    self.skipped[mapped.where] = mapped
+                else:
+                    inputs.append(_copy_shared_tensors(mapped))
+            if inputs:
+                yield inputs
 
 
 def with_views(
@@ -78,17 +86,22 @@ def with_views(
     Each element of ``views`` lists the quarters of one view, which the images use in turn. If it
     lists none, "place" is not added. The views of an image are adjacent.
     """
-    kinds = list(views)
-    return [
-        {**record, "place": places[i % len(places)]} if places else record
-        for i, record in enumerate(records)
-        for places in kinds
-    ]
+    quarters_of_views = list(views)
+    repeated = []
+    for index, record in enumerate(records):
+        for quarters in quarters_of_views:
+            if quarters:
+                repeated.append({**record, "place": quarters[index % len(quarters)]})
+            else:
+                repeated.append(record)
+    return repeated
 
 
-def _own(entry: dict[str, Any]) -> dict[str, Any]:
-    # A shared tensor is an open file, and a process can open only about a thousand files.
-    return {
-        key: value.clone() if is_tensor(value) and value.is_shared() else value
-        for key, value in entry.items()
-    }
+def _copy_shared_tensors(entry: dict[str, Any]) -> dict[str, Any]:
+    """Returns a dict whose tensors are not in the shared memory of the worker processes."""
+    copied = dict(entry)
+    for key, value in entry.items():
+        # A shared tensor is an open file, and a process can open only about a thousand files.
+        if is_tensor(value) and value.is_shared():
+            copied[key] = value.clone()
+    return copied

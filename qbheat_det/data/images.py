@@ -47,8 +47,10 @@ _ORIENTATION = 0x0112  # EXIF tag; its values from 5 on swap width and height
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
 REDUCTIONS: tuple[int, ...] = (8, 4, 2)  # factors by which JPEGs are scaled down in decoding
 _CHUNK = 32  # number of items that a thread takes at once
+_END_OF_JPEG = b"\xff\xd9"
 _RGB = ImageReadMode.RGB.value
-_OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors unrelated to the file
+# Errors of the process, such as too many open files, which say nothing about a file.
+_PROCESS_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _CLIPPED = "pixels of mode {} would be clipped to 8 bits: convert the file"
 
 
@@ -60,10 +62,11 @@ class ImageFile:
         self._is_jpeg = image.format in ("JPEG", "MPO")
         if not self._is_jpeg:
             image.load()  # EXIF may come last in PNG; for TIFF, see ``turn_upright``
-        orientation = find_orientation(image)
-        self._is_turned = orientation != 1
-        self._file, self._image, self._format = file, image, image.format
-        self.width, self.height = image.size[::-1] if orientation in range(5, 9) else image.size
+        self._file = file
+        self._image = image
+        self._format = image.format
+        self._is_turned = find_orientation(image) != 1
+        self.width, self.height = find_upright_size(image)
 
     def decode(self, reduction: int = 1) -> Tensor:
         """Decodes the image to (height, width, 3), uint8, RGB. It can be called only once.
@@ -88,12 +91,12 @@ class ImageFile:
         Large crops may be decoded at a lower resolution, but their shorter side stays at least
         ``at_least``. Smaller crops are not scaled.
         """
-        side = min(box[2] - box[0], box[3] - box[1])
-        reduction = next((by for by in REDUCTIONS if side >= by * at_least), 1)
+        left, top, right, bottom = box
+        shorter_side = min(right - left, bottom - top)
+        reduction = next((by for by in REDUCTIONS if shorter_side >= by * at_least), 1)
         pixels = self.decode(reduction)
         if reduction > 1 and pixels.shape[:2] != (self.height, self.width):
-            box = _scale(box, 1 / reduction, 1 / reduction)
-        left, top, right, bottom = box
+            left, top, right, bottom = _scale_down(box, reduction)
         return pixels[top:bottom, left:right]
 
 
@@ -123,7 +126,17 @@ def find_orientation(image: Image.Image) -> int:
         orientation: Any = image.getexif().get(_ORIENTATION)
     except Exception:
         return 1
-    return int(orientation) if orientation in range(1, 9) else 1
+    if orientation not in range(1, 9):
+        return 1
+    return int(orientation)
+
+
+def find_upright_size(image: Image.Image) -> Size:
+    """Returns (width, height) of an image after its EXIF orientation is applied."""
+    width, height = image.size
+    if find_orientation(image) >= 5:  # turned by 90 degrees
+        return height, width
+    return width, height
 
 
 def turn_upright(image: Image.Image) -> Image.Image:
@@ -150,14 +163,13 @@ def read_image(path: str, format: str | None = None) -> npt.NDArray[Any]:
         return convert_PIL_to_numpy(turn_upright(image), format)
 
 
-def _scale(box: Box, horizontally: float, vertically: float) -> Box:
-    """Scales a box to integer pixels of a smaller image. The result is never empty."""
-    right, bottom = max(1, round(box[2] * horizontally)), max(1, round(box[3] * vertically))
-    left, top = (
-        min(round(box[0] * horizontally), right - 1),
-        min(round(box[1] * vertically), bottom - 1),
-    )
-    return left, top, right, bottom
+def _scale_down(box: Box, reduction: int) -> Box:
+    """Scales a box to integer pixels of a reduced image. The result is never empty."""
+    scale = 1 / reduction
+    left, top, right, bottom = (round(edge * scale) for edge in box)
+    right = max(1, right)
+    bottom = max(1, bottom)
+    return min(left, right - 1), min(top, bottom - 1), right, bottom
 
 
 def _to_rgb(image: Image.Image, format: str | None) -> Image.Image:
@@ -167,7 +179,9 @@ def _to_rgb(image: Image.Image, format: str | None) -> Image.Image:
     elif image.mode in ("I", "F"):
         raise ValueError(f"pixels of mode {image.mode} have no known range: convert the file")
     image.info.pop("transparency", None)  # Pillow would warn about it
-    return image if image.mode == "RGB" else image.convert("RGB")
+    if image.mode == "RGB":
+        return image
+    return image.convert("RGB")
 
 
 def run_threads(
@@ -195,27 +209,30 @@ def find_image_errors(dataset_dicts: Sequence[dict[str, Any]]) -> list[DataError
 
 def match_image_errors(dataset_dicts: Sequence[dict[str, Any]]) -> dict[str, DataError]:
     """Maps the ``file_name`` of each record whose file training cannot use to the error."""
-    found = run_threads(_find_image_error, dataset_dicts, "Checking image files")
-    pairs = zip(dataset_dicts, found, strict=True)
-    return {record["file_name"]: error for record, error in pairs if error is not None}
+    errors = run_threads(_find_image_error, dataset_dicts, "Checking image files")
+    return {
+        record["file_name"]: error
+        for record, error in zip(dataset_dicts, errors, strict=True)
+        if error is not None
+    }
 
 
 def _find_image_error(record: dict[str, Any]) -> DataError | None:
     """Returns the error of one record's image file, or None, see ``find_image_errors``."""
     path = record["file_name"]
+    where = f"image {path!r}"
+    if "image_id" in record:
+        where += f" (image id {record['image_id']})"
     try:
         with PathManager.open(path, "rb") as file:
             if _is_whole_jpeg(file, record):
                 return None
-        found = _read_as_training(path, record)
+        return _find_decoding_error(path, record, where)
     except FileNotFoundError:
-        found = "missing image file", "the file does not exist"
+        return DataError("missing image file", where, "the file does not exist")
     except (OSError, ValueError) as error:  # invalid file names raise a ValueError
-        found = "unreadable image", f"the file cannot be opened: {one_line(error)}"
-    if found is None:
-        return None
-    named = f" (image id {record['image_id']})" if "image_id" in record else ""
-    return DataError(found[0], f"image {path!r}{named}", found[1])
+        reason = f"the file cannot be opened: {one_line(error)}"
+        return DataError("unreadable image", where, reason)
 
 
 def name_unreadable(path: str, error: Exception) -> DataError:
@@ -225,17 +242,19 @@ def name_unreadable(path: str, error: Exception) -> DataError:
     """
     if isinstance(error, MemoryError):
         raise error
-    if isinstance(error, OSError) and error.errno in _OF_THE_PROCESS:
+    if isinstance(error, OSError) and error.errno in _PROCESS_ERRORS:
         raise error
-    # Pillow's message about an unknown format names the open file instead of the reason.
-    is_other = isinstance(error, UnidentifiedImageError)
-    reason = f"{type(error).__name__}: {'not an image' if is_other else one_line(error)}"
+    message = one_line(error)
+    if isinstance(error, UnidentifiedImageError):  # Pillow's message names the open file
+        message = "not an image"
+    reason = f"{type(error).__name__}: {message}"
     return DataError("unreadable image", f"image {path!r}", reason)
 
 
 def is_readable(record: dict[str, Any]) -> bool:
     """Whether training can use the image file of a record, which is decoded as a whole."""
-    return _read_as_training(record["file_name"], record) is None
+    path = record["file_name"]
+    return _find_decoding_error(path, record, f"image {path!r}") is None
 
 
 def check_depth(path: str) -> None:
@@ -246,37 +265,43 @@ def check_depth(path: str) -> None:
 
 
 def _is_whole_jpeg(file: BinaryIO, record: dict[str, Any]) -> bool:
+    """Whether a JPEG has the annotated size, and ends with the mark of a whole JPEG."""
     try:
         with Image.open(file, formats=["JPEG"]) as image:
-            size = image.size[::-1] if find_orientation(image) in (5, 6, 7, 8) else image.size
+            width, height = find_upright_size(image)
             file.seek(-2, os.SEEK_END)
-            is_whole = file.read() == b"\xff\xd9"
+            last_bytes = file.read()
     except Exception:  # decoders raise many types on broken files
         return False
-    return is_whole and size == (record.get("width", size[0]), record.get("height", size[1]))
+    has_size = (record.get("width", width), record.get("height", height)) == (width, height)
+    return has_size and last_bytes == _END_OF_JPEG
 
 
-def _read_as_training(path: str, record: dict[str, Any]) -> tuple[str, str] | None:
-    """Returns (kind, reason) if training cannot use the file, or None."""
+def _find_decoding_error(path: str, record: dict[str, Any], where: str) -> DataError | None:
+    """Decodes a file as in training. Returns the error at ``where`` if this fails, or None."""
     try:
         with PathManager.open(path, "rb") as file, Image.open(file) as image:
             mode = image.mode
     except Exception as error:
-        return "unreadable image", f"the file is no image that Pillow can read: {one_line(error)}"
+        reason = f"the file is no image that Pillow can read: {one_line(error)}"
+        return DataError("unreadable image", where, reason)
     if mode[0] in "IF":
-        return "image of more than 8 bits", _CLIPPED.format(mode)
+        return DataError("image of more than 8 bits", where, _CLIPPED.format(mode))
     try:
         height, width = read_image(path, "RGB").shape[:2]
     except Exception as error:
         reason = f"the pixels cannot be read: {one_line(error)}"
-        return "truncated or damaged image", reason
-    annotated = record.get("width", width), record.get("height", height)
-    if annotated == (width, height):
+        return DataError("truncated or damaged image", where, reason)
+    annotated_width = record.get("width", width)
+    annotated_height = record.get("height", height)
+    if (annotated_width, annotated_height) == (width, height):
         return None
-    reason = f"annotated with {annotated[0]} x {annotated[1]} pixels, but has {width} x {height}"
-    if annotated == (height, width):
+    reason = (
+        f"annotated with {annotated_width} x {annotated_height} pixels, but has {width} x {height}"
+    )
+    if (annotated_width, annotated_height) == (height, width):
         reason += ": width and height are swapped, or ignore the EXIF rotation"
-    return "image of another size than annotated", reason
+    return DataError("image of another size than annotated", where, reason)
 
 
 def read_sizes(paths: Sequence[str]) -> Iterator["Size | DataError"]:

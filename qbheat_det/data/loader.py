@@ -88,18 +88,24 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             raise UserError(
                 f"SOLVER.IMS_PER_BATCH is {batch_size}, below the {comm.get_world_size()} processes"
             )
-        self.num_images, self.batch_size, self.seed = len(dataset), batch_size, seed
-        self.fingerprint = fingerprint_records(dataset)
-        self.start = 0
-        self._skipped: dict[str, DataError] = {}
-        self._num_own = self.num_files = count_files(dataset)
-        self._wide = _are_wide(dataset) if aspect_ratio_grouping else None
         # Forked workers share one serialized array instead of copying records.
         self.dataset = DatasetFromList(list(dataset), copy=False, serialize=True)
         self.mapper = mapper
+        self.batch_size = batch_size
         self.num_workers = num_workers
+        self.seed = seed
+        self.start = 0
+        self.fingerprint = fingerprint_records(dataset)
+        self.num_images = len(dataset)
+        self.num_files = count_files(dataset)
+        self._num_dataset_files = self.num_files
+        self._skipped: dict[str, DataError] = {}
         self._pin_memory = pin_memory
-        self.unlabelled, self.burn_in = unlabelled, 0
+        self._is_wide: np.ndarray | None = None
+        if aspect_ratio_grouping:
+            self._is_wide = _are_wide(dataset)
+        self.unlabelled = unlabelled
+        self.burn_in = 0
         if unlabelled:
             self.num_images += unlabelled.num_images
             self.num_files += unlabelled.num_files
@@ -107,14 +113,16 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
 
     @property
     def skipped(self) -> dict[str, DataError]:
-        others = self.unlabelled.skipped if self.unlabelled else {}
-        return self._skipped | others
+        if self.unlabelled is None:
+            return dict(self._skipped)
+        return self._skipped | self.unlabelled.skipped
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         """Yields the batches. Raises a ``UserError`` if more than half of the images are broken."""
         # A generator starts the workers at the first batch, after a resumed run has set ``start``
         # and ``seed``.
-        rank, world_size = comm.get_rank(), comm.get_world_size()
+        rank = comm.get_rank()
+        world_size = comm.get_world_size()
         shares = (cut(batch, world_size)[rank] for batch in self.batches())
         loader: Iterable[list[dict[str, Any]]] = DataLoader(
             _SeededImages(self.dataset, self.mapper, self.seed),
@@ -127,17 +135,18 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         )
         batches = iter(loader)
         workers = getattr(batches, "_workers", ())
-        others = self._iterate_unlabelled()
+        unlabelled_batches = self._iterate_unlabelled()
         try:
             for step, batch in enumerate(batches, start=self.start):
                 for image in batch:
                     self._add_skipped(image.pop(_SKIPPED, ()))
                 if self.unlabelled and step >= self.burn_in:
-                    for image, part in zip(batch, cut(next(others), len(batch)), strict=True):
+                    parts = cut(next(unlabelled_batches), len(batch))
+                    for image, part in zip(batch, parts, strict=True):
                         image[UNLABELLED] = part
                 yield batch
         finally:
-            others.close()
+            unlabelled_batches.close()
             del batches  # takes some seconds, as workers ignore SIGTERM
             for worker in workers:
                 worker.kill()
@@ -145,7 +154,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
     def _add_skipped(self, errors: Sequence[DataError]) -> None:
         if errors:
             self._skipped |= {error.where: error for error in errors}
-            refuse_broken_half(self._skipped, self._num_own, "training")
+            refuse_broken_half(self._skipped, self._num_dataset_files, "training")
 
     def _iterate_unlabelled(self) -> Generator[list[dict[str, Any]]]:
         if self.unlabelled:
@@ -158,11 +167,11 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         # ``__iter__`` of Detectron2's sampler would yield only this process's indices.
         sampler = TrainingSampler(len(self.dataset), seed=self.seed)
         entries = enumerate(sampler._infinite_indices())
-        if self._wide is None:
-            groups = iter(lambda: list(itertools.islice(entries, self.batch_size)), [])
+        if self._is_wide is None:
+            batches = iter(lambda: list(itertools.islice(entries, self.batch_size)), [])
         else:
-            groups = _group(entries, self._wide, self.batch_size)
-        yield from itertools.islice(groups, self.start, None)
+            batches = _group_by_shape(entries, self._is_wide, self.batch_size)
+        yield from itertools.islice(batches, self.start, None)
 
 
 def _leave_signals_to_trainer(worker: int) -> None:
@@ -187,19 +196,24 @@ class _SeededImages(Dataset[dict[str, Any]]):
     def _draw(self, position: int, index: int) -> dict[str, Any]:
         """Returns the entry of an image, or of a random image if the mapper skips it."""
         errors: list[DataError] = []
-        others = None
+        generator = None
         seed_place(self._seed, IMAGE, position)
         for _ in range(MAX_TRIES):
             mapped = self._mapper(self._dataset[index])
             if isinstance(mapped, DataError):
                 errors.append(mapped)
             elif mapped is not None:
-                return {**mapped, _SKIPPED: errors} if errors else mapped
+                if errors:
+                    return {**mapped, _SKIPPED: errors}
+                return mapped
             # The replacement is random because adjacent files are often broken together.
-            others = others or np.random.default_rng((self._seed, position))
-            index = int(others.integers(len(self._dataset)))
-        last = f"; the last error is {errors[-1].message}" if errors else ""
-        raise UserError(f"the mapper skipped {MAX_TRIES} images in a row{last}")
+            if generator is None:
+                generator = np.random.default_rng((self._seed, position))
+            index = int(generator.integers(len(self._dataset)))
+        message = f"the mapper skipped {MAX_TRIES} images in a row"
+        if errors:
+            message += f"; the last error is {errors[-1].message}"
+        raise UserError(message)
 
 
 def cut(items: Sequence[T], parts: int) -> list[list[T]]:
@@ -243,13 +257,15 @@ def build_train_stream(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> Train
     )
 
 
-def _group(entries: Iterable[Entry], wide: np.ndarray, size: int) -> Iterator[list[Entry]]:
+def _group_by_shape(
+    entries: Iterable[Entry], is_wide: np.ndarray, batch_size: int
+) -> Iterator[list[Entry]]:
     """Yields batches of only wide or only tall images, each as soon as it is full."""
-    waiting: tuple[list[Entry], list[Entry]] = ([], [])
-    for entry in entries:
-        bucket = waiting[int(wide[entry[1]])]
-        bucket.append(entry)
-        if len(bucket) == size:
+    buckets: tuple[list[Entry], list[Entry]] = ([], [])
+    for position, index in entries:
+        bucket = buckets[int(is_wide[index])]
+        bucket.append((position, index))
+        if len(bucket) == batch_size:
             yield list(bucket)
             bucket.clear()
 
@@ -258,8 +274,15 @@ def _are_wide(dataset: Sequence[dict[str, Any]]) -> np.ndarray:
     """Returns whether each image is wider than tall (N,), as in Detectron2's grouping."""
     if any("width" not in entry or "height" not in entry for entry in dataset):
         raise UserError("DATALOADER.ASPECT_RATIO_GROUPING needs every image's width and height")
-    sizes = [entry.get(TILE, (0, 0, entry["width"], entry["height"]))[2:] for entry in dataset]
-    return np.array([width > height for width, height in sizes])
+    is_wide = []
+    for entry in dataset:
+        if TILE in entry:
+            _, _, width, height = entry[TILE]
+        else:
+            width = entry["width"]
+            height = entry["height"]
+        is_wide.append(width > height)
+    return np.array(is_wide)
 
 
 def fingerprint_records(dataset: Sequence[dict[str, Any]]) -> int:

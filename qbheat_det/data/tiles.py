@@ -32,7 +32,7 @@ _COVERED = 0.5  # a cut box is dropped if a whole box of its class covers this s
 
 Rectangle = tuple[int, int, int, int]
 """(x, y, width, height) in pixels of the upright image."""
-Found = tuple[Any, Rectangle | None, Instances]
+Prediction = tuple[Any, Rectangle | None, Instances]
 """Id of the image, tile (x, y, width, height) or None for the whole image, and its boxes."""
 
 
@@ -108,15 +108,17 @@ def _thin_out(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Drops tiles without boxes, evenly spaced, until few enough are left."""
     tiles = [record for record in records if TILE in record]
     num_empty = sum(not record["annotations"] for record in tiles)
-    kept = min(num_empty, int(EMPTY_SHARE * (len(tiles) - num_empty)))
-    left, index = [], 0
+    num_kept = min(num_empty, int(EMPTY_SHARE * (len(tiles) - num_empty)))
+    kept = []
+    index = 0  # number of the empty tile, from 1
     for record in records:
-        if TILE in record and not record["annotations"]:
+        is_empty_tile = TILE in record and not record["annotations"]
+        if is_empty_tile:
             index += 1
-            if index * kept // num_empty == (index - 1) * kept // num_empty:
+            if index * num_kept // num_empty == (index - 1) * num_kept // num_empty:
                 continue
-        left.append(record)
-    return left
+        kept.append(record)
+    return kept
 
 
 def merge_tiles(whole: Instances, tiles: Iterable[tuple[Rectangle, Instances]]) -> Instances:
@@ -129,52 +131,82 @@ def merge_tiles(whole: Instances, tiles: Iterable[tuple[Rectangle, Instances]]) 
         whole: boxes in the whole image, on the CPU.
         tiles: rectangles (x, y, width, height) in pixels of the image, and the boxes in them.
     """
-    found, is_cut = [whole], [torch.zeros(len(whole), dtype=torch.bool)]
-    height, width = whole.image_size
-    for (x, y, tile_width, tile_height), every in tiles:
-        sides = every.pred_boxes.tensor[:, 2:] - every.pred_boxes.tensor[:, :2]
-        instances = every[sides.amax(dim=1) <= _MAX_SIDE * max(tile_width, tile_height)]
-        boxes = instances.pred_boxes.tensor + torch.tensor([x, y, x, y])
-        tile = (x, y, x + tile_width, y + tile_height)
-        is_cut.append(_touches_inner_edge(boxes, tile, (height, width)))
-        moved = Instances((height, width), **instances.get_fields())
+    image_size = whole.image_size
+    detections = [whole]
+    masks = [torch.zeros(len(whole), dtype=torch.bool)]
+    for (x, y, width, height), in_tile in tiles:
+        sides = in_tile.pred_boxes.tensor[:, 2:] - in_tile.pred_boxes.tensor[:, :2]
+        small = in_tile[sides.amax(dim=1) <= _MAX_SIDE * max(width, height)]
+        boxes = small.pred_boxes.tensor + torch.tensor([x, y, x, y])
+        masks.append(_touches_inner_edge(boxes, (x, y, x + width, y + height), image_size))
+        moved = Instances(image_size, **small.get_fields())
         moved.pred_boxes = Boxes(boxes)
-        found.append(moved)
-    if len(found) == 1:
+        detections.append(moved)
+    if len(detections) == 1:
         return whole
-    return _drop_parts(Instances.cat(found), torch.cat(is_cut))
+    return _drop_parts(Instances.cat(detections), torch.cat(masks))
 
 
 def _touches_inner_edge(
-    boxes: Tensor, tile: tuple[int, int, int, int], size: tuple[int, int]
+    boxes: Tensor, tile: tuple[int, int, int, int], image_size: tuple[int, int]
 ) -> Tensor:
-    """Returns a mask (N,) of the boxes (N, 4) that touch an edge of a tile inside the image."""
-    start, end = boxes[:, :2], boxes[:, 2:]
-    first, last = torch.tensor(tile).split(2)
-    limit = torch.tensor(size[::-1])
-    is_cut = (start < first + _EDGE) & (first > 0) | (end > last - _EDGE) & (last < limit)
-    return is_cut.any(dim=1)
+    """Returns which boxes touch an edge of a tile that is not an edge of the image.
+
+    Args:
+        boxes: (N, 4), XYXY in pixels of the image.
+        tile: XYXY in pixels of the image.
+        image_size: (height, width).
+
+    Returns:
+        A mask (N,).
+    """
+    height, width = image_size
+    left, top, right, bottom = boxes.unbind(dim=1)
+    tile_left, tile_top, tile_right, tile_bottom = tile
+    touches = torch.zeros(len(boxes), dtype=torch.bool)
+    if tile_left > 0:
+        touches |= left < tile_left + _EDGE
+    if tile_top > 0:
+        touches |= top < tile_top + _EDGE
+    if tile_right < width:
+        touches |= right > tile_right - _EDGE
+    if tile_bottom < height:
+        touches |= bottom > tile_bottom - _EDGE
+    return touches
 
 
-def _drop_parts(found: Instances, is_cut: Tensor) -> Instances:
-    """Drops cut boxes that a whole box of the same class covers, and applies NMS to the rest."""
-    whole, cut = found[~is_cut], found[is_cut]
+def _drop_parts(detections: Instances, is_cut: Tensor) -> Instances:
+    """Drops cut boxes that a whole box of the same class covers, and applies NMS to the rest.
+
+    ``is_cut`` (N,) tells which boxes are cut by an edge of their tile.
+    """
+    whole = detections[~is_cut]
+    cut = detections[is_cut]
     covered = pairwise_ioa(whole.pred_boxes, cut.pred_boxes) > _COVERED  # (whole, cut)
     covered &= whole.pred_classes[:, None] == cut.pred_classes
     # A whole box does not remove a cut box with more than twice its score.
     covered &= whole.scores[:, None] >= 0.5 * cut.scores
-    left = Instances.cat([whole, cut[~covered.any(dim=0)]])
-    return left[batched_nms(left.pred_boxes.tensor, left.scores, left.pred_classes, _NMS_IOU)]
+    kept = Instances.cat([whole, cut[~covered.any(dim=0)]])
+    return kept[batched_nms(kept.pred_boxes.tensor, kept.scores, kept.pred_classes, _NMS_IOU)]
 
 
-def merge_images(found: Iterable[Found]) -> Iterator[tuple[Any, Instances]]:
+def merge_images(predictions: Iterable[Prediction]) -> Iterator[tuple[Any, Instances]]:
     """Yields the id and the merged boxes of each image.
 
-    In ``found``, the tiles of an image follow the whole image.
+    In ``predictions``, the tiles of an image follow the whole image.
     """
-    for image_id, group in itertools.groupby(found, key=lambda one: one[0]):
-        (_, _, whole), *tiles = group
-        yield image_id, merge_tiles(whole, [(tile, boxes) for _, tile, boxes in tiles if tile])
+    for image_id, (first, *others) in _group_by_image(predictions):
+        _, _, whole = first
+        tiles = [(tile, boxes) for _, tile, boxes in others if tile]
+        yield image_id, merge_tiles(whole, tiles)
+
+
+def _group_by_image(
+    predictions: Iterable[Prediction],
+) -> Iterator[tuple[Any, list[Prediction]]]:
+    """Yields the id of each image, and the adjacent predictions on it and its tiles."""
+    for image_id, group in itertools.groupby(predictions, key=lambda prediction: prediction[0]):
+        yield image_id, list(group)
 
 
 class TiledEvaluator(DatasetEvaluator):
@@ -187,32 +219,31 @@ class TiledEvaluator(DatasetEvaluator):
         """
         self._evaluator = evaluator
         self._tile = tile
-        self._found: list[Found] = []
+        self._predictions: list[Prediction] = []
 
     def reset(self) -> None:
         self._evaluator.reset()
-        self._found = []
+        self._predictions = []
 
     def process(self, inputs: Sequence[dict[str, Any]], outputs: Sequence[dict[str, Any]]) -> None:
         for entry, output in zip(inputs, outputs, strict=True):
             boxes = output["instances"].to("cpu")
-            self._found.append((entry["image_id"], entry.get(TILE), boxes))
+            self._predictions.append((entry["image_id"], entry.get(TILE), boxes))
 
     def evaluate(self) -> Any:
         """Merges the predictions of all processes. Returns results on the main process."""
         # The tiles of an image may be on two processes.
-        gathered = itertools.chain.from_iterable(comm.gather(self._found, dst=0))
-        whole = itertools.chain.from_iterable(
-            group
-            for _, each in itertools.groupby(gathered, key=lambda one: one[0])
-            if self._is_complete(group := list(each))
-        )
-        for image_id, boxes in merge_images(whole):
+        gathered = itertools.chain.from_iterable(comm.gather(self._predictions, dst=0))
+        complete: list[Prediction] = []
+        for _, group in _group_by_image(gathered):
+            if self._is_complete(group):
+                complete += group
+        for image_id, boxes in merge_images(complete):
             self._evaluator.process([{"image_id": image_id}], [{"instances": boxes}])
         return self._evaluator.evaluate()
 
-    def _is_complete(self, found: Sequence[Found]) -> bool:
-        """Whether the boxes of an image are those of the whole image and of all of its tiles."""
-        _, first, boxes = found[0]
+    def _is_complete(self, predictions: Sequence[Prediction]) -> bool:
+        """Whether predictions are those on a whole image and on all of its tiles."""
+        _, tile, boxes = predictions[0]
         height, width = boxes.image_size
-        return first is None and len(found) == 1 + len(list_tiles(height, width, self._tile))
+        return tile is None and len(predictions) == 1 + len(list_tiles(height, width, self._tile))

@@ -28,7 +28,9 @@ from .mappers.crops import BLUR_SIGMA, JITTER, ColourChange
 
 logger = logging.getLogger(__name__)
 _GREY = 127
-_DROPPED, _ERASED = 0.2, 0.2  # noise on cached features: shares of channels and of the area
+# Noise on cached features.
+_DROPPED_CHANNELS = 0.2  # share of the channels
+_ERASED_AREA = 0.2  # share of the area
 
 
 def build_strong_colours(pixel_format: str) -> ColourChange:
@@ -51,15 +53,16 @@ def add_noise(features: dict[str, Tensor]) -> dict[str, Tensor]:
     Tokens do not change.
     """
     whole = torch.empty(1, 1000, 1000, device="meta")
-    area = (_ERASED, _ERASED)
-    top, left, tall, wide, _ = RandomErasing.get_params(whole, area, (0.5, 2.0), [0.0])
+    top, left, height, width, _ = RandomErasing.get_params(
+        whole, scale=(_ERASED_AREA, _ERASED_AREA), ratio=(0.5, 2.0), value=[0.0]
+    )
     noisy = {}
     for name, values in features.items():
         if values.ndim == 3:
-            values = F.dropout2d(values[None], _DROPPED)[0].clone()
-            height, width = values.shape[1:]
-            rows = slice(top * height // 1000, (top + tall) * height // 1000)
-            columns = slice(left * width // 1000, (left + wide) * width // 1000)
+            values = F.dropout2d(values[None], _DROPPED_CHANNELS)[0].clone()
+            num_rows, num_columns = values.shape[1:]
+            rows = slice(top * num_rows // 1000, (top + height) * num_rows // 1000)
+            columns = slice(left * num_columns // 1000, (left + width) * num_columns // 1000)
             values[:, rows, columns] = 0
         noisy[name] = values
     return noisy
@@ -76,8 +79,9 @@ class StrongViews:
         entry = self.mapper(dataset_dict)
         if not isinstance(entry, dict):
             return entry
-        strong = add_noise(entry["features"]) if "features" in entry else None
-        return {**entry, STRONG: strong or self.colours(entry["image"])}
+        if entry.get("features"):
+            return {**entry, STRONG: add_noise(entry["features"])}
+        return {**entry, STRONG: self.colours(entry["image"])}
 
 
 def build_strong_views(cfg: CfgNode, mapper: Mapper) -> StrongViews:
@@ -117,25 +121,36 @@ def load_unlabelled(cfg: CfgNode, labelled: Sequence[dict[str, Any]]) -> list[di
 
 
 def _find_new(sets: Mapping[str, Sequence[dict[str, Any]]], longest: int) -> list[int]:
-    """Returns the indices of the unlabelled images to use, and logs how many are left out."""
-    found, digest_of = {}, functools.partial(hash_pixels, longest=longest)
+    """Returns the indices of the unlabelled images to use, and logs how many are left out.
+
+    ``sets`` has the records of the sets "labelled", "validation" and "unlabelled".
+    """
+    digests_of: dict[str, list[str | DataError]] = {}
     for name, records in sets.items():
-        paths = [str(record["file_name"]) for record in records]
-        title, threads = f"Comparing {name} images", os.cpu_count() or 1
-        found[name] = list(run_threads(digest_of, paths, title, num_threads=threads))
-    unlabelled = found.pop("unlabelled")
-    known = {digest: name for name, digests in found.items() for digest in digests}
-    kept, counts, errors = [], dict.fromkeys(sets, 0), []
-    for index, digest in enumerate(unlabelled):
+        digests = run_threads(
+            functools.partial(hash_pixels, longest=longest),
+            [str(record["file_name"]) for record in records],
+            f"Comparing {name} images",
+            num_threads=os.cpu_count() or 1,
+        )
+        digests_of[name] = list(digests)
+    set_of_digest: dict[str | DataError, str] = {}
+    for name in ("labelled", "validation"):
+        for digest in digests_of[name]:
+            set_of_digest[digest] = name
+    kept = []
+    errors = []
+    counts = dict.fromkeys(sets, 0)
+    for index, digest in enumerate(digests_of["unlabelled"]):
         if isinstance(digest, DataError):
             errors.append(digest)
-        elif digest in known:
-            counts[known[digest]] += 1
+        elif digest in set_of_digest:
+            counts[set_of_digest[digest]] += 1
         else:
-            known[digest] = "unlabelled"
+            set_of_digest[digest] = "unlabelled"
             kept.append(index)
     logger.info(
-        f"{len(kept):,} of {len(unlabelled):,} unlabelled images are used: "
+        f"{len(kept):,} of {len(digests_of['unlabelled']):,} unlabelled images are used: "
         f"{counts['labelled']:,} are labelled images, {counts['validation']:,} validation images, "
         f"{counts['unlabelled']:,} are duplicates, {len(errors):,} cannot be read"
     )
@@ -156,8 +171,9 @@ def hash_pixels(path: str, longest: float) -> str | DataError:
         raise
     except Exception as error:  # the type depends on the format's decoder
         return DataError("unreadable image", f"image {path!r}", one_line(error))
-    if reason := find_elongation(pixels.shape[:2], longest):
-        return DataError("elongated image", f"image {path!r}", reason)
+    elongation = find_elongation(pixels.shape[:2], longest)
+    if elongation:
+        return DataError("elongated image", f"image {path!r}", elongation)
     digest = hashlib.blake2b(repr(pixels.shape).encode(), digest_size=16)
     digest.update(pixels.tobytes())
     return digest.hexdigest()

@@ -244,7 +244,7 @@ def test_a_jpeg_whose_sides_are_no_multiples_is_decoded_whole(tmp_path):
     assert (image - expected).abs().max() <= 2
 
 
-PROBABILITIES = ("_JITTERED", "_GREY", "_BLURRED")
+PROBABILITIES = ("_JITTER_PROBABILITY", "_GREY_PROBABILITY", "_BLUR_PROBABILITY")
 
 
 def mapped(mapper, path, seed=0, **fields):
@@ -292,7 +292,7 @@ def test_without_augmentation_the_views_are_two_draws_of_the_pre_training_mapper
 def test_blur_is_a_gaussian_of_that_width(sigma, tmp_path, monkeypatch):
     pixels = draw(32, 32)
     monkeypatch.setattr(crops, "BLUR_SIGMA", (sigma, sigma))
-    mapper = alone(monkeypatch, _BLURRED=1.0)
+    mapper = alone(monkeypatch, _BLUR_PROBABILITY=1.0)
     view = mapped(mapper, save(tmp_path / "a.png", pixels))["image"]
     for channel in range(3):
         expected = torch.from_numpy(blur_naively(pixels[..., channel], sigma))
@@ -308,7 +308,7 @@ def test_each_augmentation_has_its_probability(tmp_path, monkeypatch):
         same = [torch.equal(view, torch.from_numpy(pixels).permute(2, 0, 1)) for view in views]
         assert 4 <= sum(same) <= 20
         grey = [torch.equal(view[0], view[1]) and torch.equal(view[0], view[2]) for view in views]
-        assert any(grey) == (name == "_GREY")
+        assert any(grey) == (name == "_GREY_PROBABILITY")
 
 
 def test_channels_in_reverse_are_augmented_the_same(tmp_path):

@@ -8,9 +8,9 @@ as left out. ``annotations.py`` counts what readers yield, and ``sources.py`` al
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
@@ -24,7 +24,9 @@ _PLURALS: dict[Item, str] = {
     "box": "boxes",
     "other file": "other files",
 }
-_SHOWN = 5  # number of faults in an error
+_MAX_SHOWN = 5  # faults in an error
+OF_LEFT_OUT_IMAGES = "of left out images"
+"""Kind of the boxes and label files of images that are left out."""
 MAX_LEFT_OUT = 0.1
 """Default of ``DATASETS.MAX_LEFT_OUT``: largest share of images or boxes with faults."""
 LEFT_OUT_FILE = "left_out.txt"
@@ -70,11 +72,11 @@ class Account:
     @property
     def faults(self) -> list[LeftOut]:
         """Items that should have been used."""
-        return [one for one in self.left_out if one.is_fault]
+        return [left_out for left_out in self.left_out if left_out.is_fault]
 
     def count(self, item: Item) -> int:
         """Returns the number of items, used or left out."""
-        return self.used[item] + sum(one.item == item for one in self.left_out)
+        return self.used[item] + sum(left_out.item == item for left_out in self.left_out)
 
     def add(self, other: "Account") -> None:
         """Adds the account of another part of the same data set."""
@@ -92,26 +94,31 @@ class Account:
         self.leave_out_boxes_of(fault, num_boxes)
         if label_file:
             self.used["label file"] -= 1
-            kind = "of left out images"
-            self.left_out.append(LeftOut(kind, label_file, fault.reason, "label file", False))
+            self.left_out.append(
+                LeftOut(OF_LEFT_OUT_IMAGES, label_file, fault.reason, "label file", is_fault=False)
+            )
         self.used["box"] -= num_boxes
 
     def leave_out_boxes_of(self, image: LeftOut, num_boxes: int) -> None:
-        """Adds the boxes of an image that is left out. They are no faults of their own."""
-        box = LeftOut("of left out images", image.where, image.reason, "box", False)
+        """Adds the boxes of an image that is left out. Only the image may be a fault."""
+        box = LeftOut(OF_LEFT_OUT_IMAGES, image.where, image.reason, "box", is_fault=False)
         self.left_out += [box] * num_boxes
 
     def summarize(self) -> str:
         """Returns one line, as in "4 images with 9 boxes; left out: 2 images in HEIC format"."""
-        boxes = f" with {_number(self.used['box'], 'box')}" if self.count("box") else ""
-        line = f"{_number(self.used['image'], 'image')}{boxes}"
+        line = _format_count(self.used["image"], "image")
+        if self.count("box"):
+            line += f" with {_format_count(self.used['box'], 'box')}"
         if self.clipped:
             line += f" ({len(self.clipped):,} clipped)"
-        counts = Counter((one.item, one.kind) for one in self.left_out if one.item != "other file")
-        order = list(get_args(Item))
-        rows = sorted(counts.items(), key=lambda row: order.index(row[0][0]))
-        texts = [f"{_number(count, item)} {kind}" for (item, kind), count in rows]
-        return f"{line}; left out: {', '.join(texts)}" if texts else line
+        texts = []
+        for item in _PLURALS:
+            kinds = Counter(left_out.kind for left_out in self.left_out if left_out.item == item)
+            if item != "other file":
+                texts += [f"{_format_count(count, item)} {kind}" for kind, count in kinds.items()]
+        if texts:
+            line += f"; left out: {', '.join(texts)}"
+        return line
 
     def check(self, max_share: float | None = None, *, images_only: bool = False) -> None:
         """Raises a ``UserError`` if more than a share of the images or of the boxes have faults.
@@ -121,35 +128,42 @@ class Account:
         With a share of 0, each fault is an error. With ``images_only``, faults of boxes and label
         files do not matter.
         """
-        max_share = MAX_LEFT_OUT if max_share is None else max_share
-        checked: tuple[tuple[Item, ...], ...] = (
-            ("image", "missing image"),
-            ("label file",),
-            ("box",),
-        )
-        for items in checked[:1] if images_only else checked:
-            own = [one for one in self.faults if one.item in items]
-            total = sum(self.used[item] for item in items) + len(own)
-            if len(own) <= max_share * total:
-                continue
-            shown = join_first((one.message for one in own), _SHOWN, separator="; ")
-            share = f"{_number(len(own), items[0])} of {total:,} would be left out"
-            rest = f"'{self._write_listing()}' lists all of them" if len(own) > _SHOWN else ""
-            advice = "correct them, or leave out --strict"
-            if max_share:
-                advice = f"correct them, or allow more than {max_share:.0%} with --max-left-out"
-            raise UserError(f"{share}: {'; '.join(filter(None, (shown, rest, advice)))}")
+        if max_share is None:
+            max_share = MAX_LEFT_OUT
+        checked: list[tuple[Item, ...]] = [("image", "missing image")]
+        if not images_only:
+            checked += [("label file",), ("box",)]
+        for items in checked:
+            faults = [fault for fault in self.faults if fault.item in items]
+            total = sum(self.used[item] for item in items) + len(faults)
+            if len(faults) > max_share * total:
+                raise UserError(self._describe_excess(faults, items[0], total, max_share))
 
-    def _write_listing(self) -> str:
-        """Writes all lines of ``render`` to a temporary file, and returns its path."""
-        handle, path = tempfile.mkstemp(prefix="qbheat_left_out_", suffix=".txt")
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(self.render().encode(errors="backslashreplace"))
-        return path
+    def _describe_excess(
+        self, faults: Sequence[LeftOut], item: Item, total: int, max_share: float
+    ) -> str:
+        """Returns the message that more than a share of ``total`` items have faults.
+
+        If the message does not name all faults, it names a temporary file that lists them.
+        """
+        parts = [join_first((fault.message for fault in faults), _MAX_SHOWN, separator="; ")]
+        if len(faults) > _MAX_SHOWN:
+            handle, path = tempfile.mkstemp(prefix="qbheat_left_out_", suffix=".txt")
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(self.render().encode(errors="backslashreplace"))
+            parts.append(f"'{path}' lists all of them")
+        if max_share:
+            parts.append(f"correct them, or allow more than {max_share:.0%} with --max-left-out")
+        else:
+            parts.append("correct them, or leave out --strict")
+        share = f"{_format_count(len(faults), item)} of {total:,} would be left out"
+        return f"{share}: {'; '.join(parts)}"
 
     def render(self) -> str:
         """Returns one line for each item that is left out or clipped, and for each note."""
-        rows = [f"{one.item} {one.kind}: {one.message}" for one in self.left_out]
+        rows = [
+            f"{left_out.item} {left_out.kind}: {left_out.message}" for left_out in self.left_out
+        ]
         rows += [f"box clipped: {place}" for place in self.clipped]
         rows += [f"note: {note}" for note in self.notes]
         return "".join(f"{row}\n" for row in rows)
@@ -158,7 +172,7 @@ class Account:
         """Returns the numbers by item and kind, for ``run.json``."""
         numbers: dict[str, Any] = {}
         for item, plural in _PLURALS.items():
-            kinds = Counter(one.kind for one in self.left_out if one.item == item)
+            kinds = Counter(left_out.kind for left_out in self.left_out if left_out.item == item)
             numbers[plural] = {"used": self.used[item], "left_out": dict(kinds)}
         numbers["boxes"]["clipped"] = len(self.clipped)
         return {**numbers, "notes": self.notes}
@@ -167,10 +181,14 @@ class Account:
 def join_accounts(accounts: Iterable[Account]) -> Account:
     """Returns the sum of different accounts. An account that occurs twice is added once."""
     total = Account()
-    for account in {id(one): one for one in accounts}.values():
+    different = {id(account): account for account in accounts}
+    for account in different.values():
         total.add(account)
     return total
 
 
-def _number(count: int, item: Item) -> str:
-    return f"{count:,} {item if count == 1 else _PLURALS[item]}"
+def _format_count(count: int, item: Item) -> str:
+    """Returns a number with its unit, as in "1 box" and "1,200 boxes"."""
+    if count == 1:
+        return f"1 {item}"
+    return f"{count:,} {_PLURALS[item]}"

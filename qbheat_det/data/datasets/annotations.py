@@ -6,7 +6,6 @@ sizes that they lack, leaves out boxes that cannot be right, clips boxes to thei
 ids. It is the only place where an account of boxes is filled.
 """
 
-import itertools
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,14 +17,13 @@ from qbheat_det.core.text import join_first
 from qbheat_det.data.checks import DataError, short
 from qbheat_det.data.images import read_sizes
 
-from .account import Account, LeftOut
+from .account import OF_LEFT_OUT_IMAGES, Account, LeftOut
 from .file_tree import FileTree, fold
 from .formats import Labels
-from .image_suffixes import IMAGE_SUFFIXES, UNREAD_SUFFIXES, describe_format
+from .image_suffixes import describe_format, is_image_name, suffix_of
 from .labelled_image import MARGIN, XYWH, Box, LabelledImage
 
 Entry = dict[str, Any]
-KNOWN_SUFFIXES = IMAGE_SUFFIXES | UNREAD_SUFFIXES
 
 
 @dataclass
@@ -71,9 +69,11 @@ class Annotations:
         if self.problem:
             raise UserError(self.problem)
         if not any(not entry["iscrowd"] for entry in self.annotations):
-            faults = self.account.faults
-            shown = f": {join_first((one.message for one in faults), 3, '; ')}" if faults else ""
-            raise UserError(f"'{self.origin}' has no boxes{shown}")
+            message = f"'{self.origin}' has no boxes"
+            faults = [fault.message for fault in self.account.faults]
+            if faults:
+                message += f": {join_first(faults, 3, '; ')}"
+            raise UserError(message)
         boxes = [entry["bbox"] for entry in self.annotations]
         num_clipped = sum(map(len, self.clipped.values()))
         if 2 * num_clipped > len(boxes) > 1:
@@ -81,15 +81,16 @@ class Annotations:
                 f"'{self.origin}': {num_clipped:,} of {len(boxes):,} boxes reach beyond their "
                 "image, so they are corners instead of sizes, or of images of another size"
             )
-        if max(map(max, boxes)) <= 1 and any(value % 1 for box in boxes for value in box):
+        has_fractions = any(value % 1 for box in boxes for value in box)
+        if max(map(max, boxes)) <= 1 and has_fractions:
             raise UserError(
                 f"'{self.origin}': all boxes lie between 0 and 1, but they must be in pixels"
             )
 
     def note_classes(self) -> list[str]:
         """Returns notes of classes without a box, and of names that are almost equal."""
-        used = {one["category_id"] for one in self.annotations if not one["iscrowd"]}
-        unused = [repr(one["name"]) for one in self.categories if one["id"] not in used]
+        used = {entry["category_id"] for entry in self.annotations if not entry["iscrowd"]}
+        unused = [repr(entry["name"]) for entry in self.categories if entry["id"] not in used]
         notes = []
         if unused and used:
             notes.append(f"'{self.origin}': classes without a box: {join_first(unused)}")
@@ -108,35 +109,37 @@ class Annotations:
         """Removes images, and their boxes, by file name. Their errors are added to the account."""
         if not errors:
             return
-        ids = {image["id"]: image["file_name"] for image in self.images}
-        counts = Counter(ids[one["image_id"]] for one in self.annotations)
+        name_of_id = {image["id"]: image["file_name"] for image in self.images}
+        num_boxes = Counter(name_of_id[entry["image_id"]] for entry in self.annotations)
         for name, error in errors.items():
             path = os.path.join(self.image_root, name)
             self.broken.append(path)
             if path in self.account.removed:  # it is in another part too
                 continue
             self.account.removed.add(path)
-            kind = _KINDS.get(error.kind, f"with an error ({error.kind})")
+            kind = _KINDS_OF_ERRORS.get(error.kind, f"with an error ({error.kind})")
             fault = LeftOut(kind, error.where, error.reason)
-            self.account.leave_out_image(fault, counts[name], self.label_files.get(name, ""))
+            self.account.leave_out_image(fault, num_boxes[name], self.label_files.get(name, ""))
             places = set(self.clipped.get(name, ()))
-            self.account.clipped = [one for one in self.account.clipped if one not in places]
-        self.images = [one for one in self.images if one["file_name"] not in errors]
-        self.annotations = [one for one in self.annotations if ids[one["image_id"]] not in errors]
+            self.account.clipped = [place for place in self.account.clipped if place not in places]
+        self.images = [image for image in self.images if image["file_name"] not in errors]
+        self.annotations = [
+            entry for entry in self.annotations if name_of_id[entry["image_id"]] not in errors
+        ]
         self.original = ""
 
     def keep(self, file_names: Collection[str] | None = None) -> dict[str, list[Entry]]:
         """Returns COCO's lists, only of the images ``file_names`` if given."""
-        if file_names is None:
-            images, annotations = self.images, self.annotations
-        else:
-            images = [one for one in self.images if one["file_name"] in file_names]
+        images = self.images
+        annotations = self.annotations
+        if file_names is not None:
+            images = [image for image in images if image["file_name"] in file_names]
             ids = {image["id"] for image in images}
-            annotations = [one for one in self.annotations if one["image_id"] in ids]
+            annotations = [entry for entry in annotations if entry["image_id"] in ids]
         return {"images": images, "annotations": annotations, "categories": self.categories}
 
 
-_KINDS = {
+_KINDS_OF_ERRORS = {
     "missing image file": "without a file",
     "unreadable image": "that cannot be read",
     "truncated or damaged image": "with damaged pixels",
@@ -168,38 +171,44 @@ def build_annotations(
     root = _find_root(tree, labels)
     result = Annotations(origin, root, [], [], list(categories), account)
     builder = _Builder(categories, account, result)
-    ids = _choose_ids([one.id for one in labels.images if one.reason is None])
+    ids = _choose_ids([image.id for image in labels.images if image.reason is None])
     num_other_suffixes = 0
+    outside = []
     for image in labels.images:
         if image.reason is not None:
             _leave_out_image(image, account)
             continue
-        inside = image.file.startswith(root + os.sep)
-        name = image.file[len(root) + 1 :] if inside else os.path.relpath(image.file, root)
-        sizes = dict(zip(("width", "height"), image.size, strict=True)) if image.size else {}
-        entry = {**image.fields, "id": next(ids), "file_name": name, **sizes}
-        builder.is_changed |= bool(image.fields) and entry != image.fields
+        if image.file.startswith(root + os.sep):
+            name = image.file[len(root) + 1 :]
+        else:
+            name = os.path.relpath(image.file, root)
+            if name.startswith("..") and not tree.has(image.file):
+                outside.append(name)
+        entry = {**image.fields, "id": next(ids), "file_name": name}
+        if image.size:
+            entry["width"], entry["height"] = image.size
+        if image.fields and entry != image.fields:
+            builder.is_changed = True
         result.images.append(entry)
         builder.add(image, entry)
-        num_other_suffixes += _has_other_suffix(image)
+        # A label file may name an image with another suffix than the image has.
+        if is_image_name(image.name) and suffix_of(image.name) != suffix_of(image.file):
+            num_other_suffixes += 1
     result.annotations = builder.number()
     result.problem = labels.problem
     if num_other_suffixes:
         account.notes.append(f"{num_other_suffixes:,} images are named with another suffix")
-    outside = [one["file_name"] for one in result.images if one["file_name"].startswith("..")]
-    outside = [name for name in outside if not tree.has(os.path.join(root, name))]
     if outside:
         account.notes.append(f"{len(outside):,} images are outside '{tree.root}': {outside[0]}")
-    is_whole = not builder.is_changed and not labels.notes and not labels.left_out
-    if is_whole and len(result.images) == len(labels.images) and labels.is_original:
+    is_changed = (
+        builder.is_changed
+        or bool(labels.notes)
+        or bool(labels.left_out)
+        or len(result.images) < len(labels.images)
+    )
+    if labels.is_original and not is_changed:
         result.original = labels.files[0]
     return result
-
-
-def _has_other_suffix(image: LabelledImage) -> bool:
-    """Returns whether a label file names an image with another suffix than the image has."""
-    named = os.path.splitext(image.name)[1].lower() if image.name else ""
-    return named in KNOWN_SUFFIXES and named != os.path.splitext(image.file)[1].lower()
 
 
 def _find_root(tree: FileTree, labels: Labels) -> str:
@@ -213,7 +222,9 @@ def _find_root(tree: FileTree, labels: Labels) -> str:
     root = images[0].file.removesuffix(images[0].name).rstrip(os.sep)
     prefix = root + os.sep
     is_common = all(image.file == prefix + image.name for image in images)
-    return root if is_common and tree.has(root) else tree.root
+    if is_common and tree.has(root):
+        return root
+    return tree.root
 
 
 def _join_repeated(labels: Labels, account: Account) -> None:
@@ -226,61 +237,60 @@ def _join_repeated(labels: Labels, account: Account) -> None:
     for image in labels.images:
         if image.file and not image.reason:
             groups.setdefault(image.file, []).append(image)
-    repeated = {file: group for file, group in groups.items() if len(group) > 1}
     num_joined = 0
-    gone: set[int] = set()
-    for file, group in repeated.items():
+    repeated: set[int] = set()
+    for file, group in groups.items():
+        if len(group) == 1:
+            continue
         first, *others = _leave_out_other_folders(file, group)
         for image in others:
-            gone.add(id(image))
+            repeated.add(id(image))
+            known = {(box.name, box.xywh) for box in first.boxes}
             if image.entry_file == first.entry_file:
-                known = {(box.name, box.xywh) for box in first.boxes}
                 first.boxes += [box for box in image.boxes if (box.name, box.xywh) not in known]
                 first.left_out += image.left_out
                 num_joined += 1
-            else:
-                reason = f"the labels of '{file}' are those in '{first.entry_file}'"
-                known = {(box.name, box.xywh) for box in first.boxes}
-                account.left_out += [
-                    LeftOut(
-                        "of an image with other labels",
-                        one.place,
-                        reason,
-                        "box",
-                        is_fault=(one.name, one.xywh) not in known,
-                    )
-                    for one in image.boxes
-                ]
-                account.left_out += image.left_out
-    labels.images = [image for image in labels.images if id(image) not in gone]
+                continue
+            reason = f"the labels of '{file}' are those in '{first.entry_file}'"
+            for box in image.boxes:
+                is_fault = (box.name, box.xywh) not in known
+                account.left_out.append(
+                    LeftOut("of an image with other labels", box.place, reason, "box", is_fault)
+                )
+            account.left_out += image.left_out
+    labels.images = [image for image in labels.images if id(image) not in repeated]
     if num_joined:
         account.notes.append(f"{num_joined:,} entries name an image again: their boxes are joined")
 
 
 def _leave_out_other_folders(file: str, group: list[LabelledImage]) -> list[LabelledImage]:
-    """Leaves out images of a group whose names fit less to a file than others do.
+    """Leaves out images of a group whose folders fit less to the path of a file than others do.
 
     Returns the others, at least one.
     """
-    parts = file.split(os.sep)
-
-    def count_common(image: LabelledImage) -> int:
-        names = [name for name in image.name.replace("\\", "/").split("/") if name]
-        pairs = zip(reversed(names[:-1]), reversed(parts[:-1]), strict=False)
-        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-    folders = {image.name.replace("\\", "/").rpartition("/")[0] for image in group}
-    if len(folders) == 1:
-        return group
-    most = max(map(count_common, group))
-    kept = []
+    folders_of_file = file.split(os.sep)[:-1]
+    num_common = []
     for image in group:
-        if count_common(image) == most:
+        names = [name for name in image.name.replace("\\", "/").split("/") if name]
+        num_common.append(_count_common_end(names[:-1], folders_of_file))
+    kept = []
+    for image, count in zip(group, num_common, strict=True):
+        if count == max(num_common):
             kept.append(image)
         else:
             image.file = ""
             image.miss(f"there is no image {short(image.name)}, only '{file}'")
     return kept
+
+
+def _count_common_end(first: Sequence[str], second: Sequence[str]) -> int:
+    """Returns the number of names at the end of two paths that are equal."""
+    count = 0
+    for name, other in zip(reversed(first), reversed(second), strict=False):
+        if name != other:
+            break
+        count += 1
+    return count
 
 
 def _leave_out_unread(tree: FileTree, images: Sequence[LabelledImage]) -> None:
@@ -295,7 +305,9 @@ def _leave_out_unread(tree: FileTree, images: Sequence[LabelledImage]) -> None:
 def _read_sizes(images: Sequence[LabelledImage]) -> None:
     """Reads the sizes that labels lack, and leaves out images that cannot be read."""
     without_size = [image for image in images if image.reason is None and not image.size]
-    sizes = read_sizes([image.file for image in without_size]) if without_size else ()
+    if not without_size:
+        return
+    sizes = read_sizes([image.file for image in without_size])
     for image, size in zip(without_size, sizes, strict=True):
         if isinstance(size, DataError):
             image.reason = LeftOut("that cannot be read", size.where, size.reason)
@@ -309,20 +321,23 @@ def _leave_out_image(image: LabelledImage, account: Account) -> None:
     reason = image.reason
     account.left_out.append(reason)
     if image.label_file and reason.item != "label file":
-        kind = "of left out images"
-        left_out = LeftOut(kind, image.label_file, reason.reason, "label file", False)
-        account.left_out.append(left_out)
+        account.left_out.append(
+            LeftOut(
+                OF_LEFT_OUT_IMAGES, image.label_file, reason.reason, "label file", is_fault=False
+            )
+        )
     if image.file and reason.item == "label file":  # its image cannot be used without it
         kind = "with an unreadable label file"
         account.left_out.append(LeftOut(kind, image.file, reason.reason))
     account.leave_out_boxes_of(reason, len(image.boxes) + len(image.left_out))
 
 
-def _choose_ids(given: Sequence[int | None]) -> Iterator[int]:
-    """Returns an iterator over the given ids if all are numbers and different, or new ids."""
-    numbers = [id_ for id_ in given if id_ is not None]
-    is_valid = len(numbers) == len(given) == len(set(numbers))
-    return iter(numbers if is_valid else range(1, len(given) + 1))
+def _choose_ids(ids: Sequence[int | None]) -> Iterator[int]:
+    """Returns an iterator over ids if all are numbers and different, or else over new ids."""
+    numbers = [id_ for id_ in ids if id_ is not None]
+    if len(numbers) == len(ids) == len(set(numbers)):
+        return iter(numbers)
+    return iter(range(1, len(ids) + 1))
 
 
 class _Builder:
@@ -332,88 +347,107 @@ class _Builder:
         self.is_changed = False
         self._account = account
         self._result = result
-        self._ids = [one["id"] for one in categories]
-        self._index = {str(one["name"]): index for index, one in enumerate(categories)}
+        self._category_ids = [category["id"] for category in categories]
+        self._index_of_name = {
+            str(category["name"]): index for index, category in enumerate(categories)
+        }
         self._entries: list[Entry] = []
 
     def add(self, image: LabelledImage, entry: Entry) -> None:
         """Adds the boxes of an image. ``entry`` is the image in COCO's list."""
-        is_new = image.file not in self._account.files
+        account = self._account
+        if image.file in self._account.files:
+            account = Account()  # each image is counted once
         self._account.files.add(image.file)
-        account = self._account if is_new else Account()  # each image is counted once
         account.used["image"] += 1
         account.left_out += image.left_out
-        name, size = entry["file_name"], image.size or (0, 0)
+        if image.left_out:
+            self.is_changed = True
+        name = entry["file_name"]
         if image.label_file:
             self._result.label_files[name] = image.label_file
             account.used["label file"] += 1
-        num_before, num_clipped = len(self._entries), len(account.clipped)
+        num_boxes_before = len(self._entries)
+        num_clipped_before = len(account.clipped)
         seen: set[tuple[str, XYWH]] = set()
         for box in image.boxes:
             if not box.fields:  # COCO's ground truth stays as it is
                 if (box.name, box.xywh) in seen:
                     reason = "the same box of the same class comes before"
-                    repeated = LeftOut("that repeats another", box.place, reason, "box", False)
-                    account.left_out.append(repeated)
+                    account.left_out.append(
+                        LeftOut("that repeats another", box.place, reason, "box", is_fault=False)
+                    )
                     continue
                 seen.add((box.name, box.xywh))
-            index = self._index.get(box.name) if box.category is None else box.category
+            index = box.category
             if index is None:
-                known = join_first(self._index, 5)
+                index = self._index_of_name.get(box.name)
+            if index is None:
+                known = join_first(self._index_of_name, 5)
                 reason = f"its class {box.name!r} is not one of the classes {known}"
                 account.left_out.append(LeftOut("of an unknown class", box.place, reason, "box"))
                 self.is_changed = True
                 continue
-            xywh = self._fit(box, size, account)
+            xywh = self._fit(box, image.size or (0, 0), account)
             if xywh is not None:
                 self._entries.append(
                     {
                         **box.fields,
                         "image_id": entry["id"],
-                        "category_id": self._ids[index],
+                        "category_id": self._category_ids[index],
                         "bbox": xywh,
                         "iscrowd": int(box.is_crowd),
                     }
                 )
-        account.used["box"] += len(self._entries) - num_before
-        if len(account.clipped) > num_clipped:
-            self._result.clipped[name] = account.clipped[num_clipped:]
-        self.is_changed |= bool(image.left_out)
+        account.used["box"] += len(self._entries) - num_boxes_before
+        if len(account.clipped) > num_clipped_before:
+            self._result.clipped[name] = account.clipped[num_clipped_before:]
 
-    def _fit(self, box: Box, size: tuple[int, int], account: Account) -> list[float] | None:
+    def _fit(self, box: Box, image_size: tuple[int, int], account: Account) -> list[float] | None:
         """Returns a box in pixels that lies in its image, or None if it is left out."""
-        width, height = size
-        x, y, wide, high = box.xywh
+        image_width, image_height = image_size
+        x, y, width, height = box.xywh
         if box.is_relative:
-            x, wide, y, high = x * width, wide * width, y * height, high * height
-        kind = reason = ""
-        if wide < 0 or high < 0:
-            kind, reason = "with a negative side", "its width or height is negative"
-        elif not (wide and high):
-            kind, reason = "without area", "its width or height is 0"
-        elif not (0 <= x + wide / 2 <= width and 0 <= y + high / 2 <= height):
+            x *= image_width
+            y *= image_height
+            width *= image_width
+            height *= image_height
+        kind = ""
+        if width < 0 or height < 0:
+            kind = "with a negative side"
+            reason = "its width or height is negative"
+        elif not (width and height):
+            kind = "without area"
+            reason = "its width or height is 0"
+        elif not (0 <= x + width / 2 <= image_width and 0 <= y + height / 2 <= image_height):
             kind = "outside of the image"
-            reason = f"its centre lies outside the image of {width} x {height} pixels"
+            reason = f"its centre lies outside the image of {image_width} x {image_height} pixels"
         if kind:
             self.is_changed = True
-            reason += f": {_show(x, y, wide, high)}"
+            reason += f": [{x:g}, {y:g}, {width:g}, {height:g}]"
             account.left_out.append(LeftOut(kind, box.place, reason, "box"))
             return None
-        right, bottom = x + wide, y + high
-        is_inside = min(x, y) >= -MARGIN and right <= width + MARGIN and bottom <= height + MARGIN
-        if is_inside and (box.fields or (min(x, y) >= 0 and right <= width and bottom <= height)):
-            return [x, y, wide, high]
-        if not is_inside:
+        right = x + width
+        bottom = y + height
+        if x >= 0 and y >= 0 and right <= image_width and bottom <= image_height:
+            return [x, y, width, height]
+        reaches_beyond = (
+            min(x, y) < -MARGIN or right > image_width + MARGIN or bottom > image_height + MARGIN
+        )
+        if box.fields and not reaches_beyond:  # COCO's ground truth stays as it is
+            return [x, y, width, height]
+        if reaches_beyond:
             account.clipped.append(box.place)
         self.is_changed = True
-        left, top = max(x, 0), max(y, 0)
-        return [left, top, min(right, width) - left, min(bottom, height) - top]
+        left = max(x, 0)
+        top = max(y, 0)
+        return [left, top, min(right, image_width) - left, min(bottom, image_height) - top]
 
     def number(self) -> list[Entry]:
         """Returns the annotations. Ids are kept if all are numbers and different."""
-        given = [entry.get("id") for entry in self._entries]
-        is_valid = all(type(id_) is int and abs(id_) < 2**53 for id_ in given)
-        if not is_valid or len(set(given)) < len(given):
+        ids = [entry.get("id") for entry in self._entries]
+        is_valid = all(type(id_) is int and abs(id_) < 2**53 for id_ in ids)
+        if not is_valid or len(set(ids)) < len(ids):
             self.is_changed = True
             if self._entries and "id" in self._entries[0]:
                 self._account.notes.append(
@@ -425,29 +459,28 @@ class _Builder:
         return self._entries
 
 
-def _show(x: float, y: float, width: float, height: float) -> str:
-    return f"[{', '.join(f'{value:g}' for value in (x, y, width, height))}]"
-
-
 def check_same_classes(train: Annotations, val: Annotations) -> None:
     """Raises a ``UserError`` if two data sets have different classes or class orders."""
     if train.class_names == val.class_names:
         return
     files = f"'{train.origin}' and '{val.origin}'"
     for one, other in ((train, val), (val, train)):
-        missing = [name for name in one.class_names if name not in other.class_names]
+        missing = [repr(name) for name in one.class_names if name not in other.class_names]
         if missing:
-            lacks = f"'{other.origin}' lacks {join_first(map(repr, missing))}"
-            raise UserError(f"the categories of {files} differ: {lacks}")
-    names, others = (join_first(map(repr, one.class_names)) for one in (train, val))
+            raise UserError(
+                f"the categories of {files} differ: '{other.origin}' lacks {join_first(missing)}"
+            )
+    train_names = join_first(map(repr, train.class_names))
+    val_names = join_first(map(repr, val.class_names))
     raise UserError(
-        f"the categories of {files} have the same names in a different order: {names} against "
-        f"{others}"
+        f"the categories of {files} have the same names in a different order: {train_names} "
+        f"against {val_names}"
     )
 
 
 def is_inside(box: Sequence[float], image: Entry) -> bool:
     """Returns whether a box (XYWH) lies in an image, up to the rounding of its sides."""
     x, y, width, height = box
-    right, bottom = image["width"] + MARGIN, image["height"] + MARGIN
-    return min(x, y) >= -MARGIN and x + width <= right and y + height <= bottom
+    fits_width = x >= -MARGIN and x + width <= image["width"] + MARGIN
+    fits_height = y >= -MARGIN and y + height <= image["height"] + MARGIN
+    return fits_width and fits_height

@@ -13,19 +13,26 @@ from pathlib import Path
 from qbheat_det.core.errors import UserError
 
 from .account import LeftOut
-from .image_suffixes import is_image, is_unread_image
+from .image_suffixes import is_image, is_unread_image, suffix_of
 from .label_kinds import LabelKind, find_kind
 
-_SAMPLED = 40  # in larger groups of files of one suffix and folder, only a sample is opened
-_SAMPLE = 5
+# In larger groups of files of one suffix and folder, only a sample is opened.
+_MAX_OPENED = 40
+_SAMPLE_SIZE = 5
 _COMPANION_WORDS = frozenset(
     {
         *("mask", "masks", "segmentationclass", "segmentationobject", "segmentation", "semantic"),
         *("thumb", "thumbs", "thumbnail", "thumbnails", "preview", "previews"),
     }
 )
+# The cached properties of a ``FileTree``, which adding a folder changes.
 _CACHED = (
-    *("all_images", "image_set", "image_folders", "companions", "label_files", "_images_by_name"),
+    "all_images",
+    "companions",
+    "image_folders",
+    "image_set",
+    "label_files",
+    "_images_by_name",
 )
 _IGNORED = ("__MACOSX",)  # copies of files' properties in zips of macOS
 
@@ -45,10 +52,12 @@ def walk(
     Raises:
         UserError: the root does not exist, or cannot be read.
     """
+    if not os.path.exists(root):
+        raise UserError(f"the folder '{root}' does not exist")
     if not os.path.isdir(root):
-        state = "is a file" if os.path.exists(root) else "does not exist"
-        raise UserError(f"the folder '{root}' {state}")
-    skipped = [] if skipped is None else skipped
+        raise UserError(f"the folder '{root}' is a file")
+    if skipped is None:
+        skipped = []
     walked = [os.path.realpath(path) for path in (root, *known)]
     folders: list[str] = [root]
     links: list[str] = []
@@ -58,7 +67,7 @@ def walk(
             continue
         if os.path.islink(folder) and folder != root:
             target = os.path.realpath(folder)
-            if any(is_below(target, other) or is_below(other, target) for other in walked):
+            if any(is_below(target, path) or is_below(path, target) for path in walked):
                 reason = f"it is a link to '{target}', which is searched already"
                 skipped.append(LeftOut("behind a link", folder, reason, "other file", False))
                 continue
@@ -71,22 +80,26 @@ def walk(
             reason = f"it cannot be read: {error.strerror}"
             skipped.append(LeftOut("in a closed folder", folder, reason, "other file"))
             continue
-        below: list[str] = []
+        subfolders: list[str] = []
         for entry in entries:
             if entry.name.startswith(".") or entry.name in _IGNORED:
                 continue
             try:
-                is_folder, is_file = entry.is_dir(), entry.is_file()
+                is_folder = entry.is_dir()
+                is_file = entry.is_file()
             except OSError:
-                is_folder = is_file = False
-            if is_folder:
-                (links if entry.is_symlink() else below).append(entry.path)
+                is_folder = False
+                is_file = False
+            if is_folder and entry.is_symlink():
+                links.append(entry.path)
+            elif is_folder:
+                subfolders.append(entry.path)
             elif is_file:
                 yield entry.path
             else:
                 reason = "it is a link to nothing, or no regular file"
                 skipped.append(LeftOut("that cannot be opened", entry.path, reason, "other file"))
-        folders += reversed(below)
+        folders += reversed(subfolders)
 
 
 class FileTree:
@@ -121,7 +134,9 @@ class FileTree:
         self._kinds = tuple(kinds)
         self._per_image = {kind.name for kind in kinds if kind.has_one_image}
         self._roots: list[str] = []
-        self.label_file = os.path.abspath(label_file) if label_file else None
+        self.label_file: str | None = None
+        if label_file:
+            self.label_file = os.path.abspath(label_file)
         self.images: list[str] = []
         self.unread_images: list[str] = []
         self.others: list[str] = []
@@ -183,21 +198,21 @@ class FileTree:
         These are the images in folders of such names, if at least half of them are named like
         images elsewhere.
         """
-        own: dict[str, list[str]] = defaultdict(list)
-        others: set[str] = set()
+        candidates: dict[str, list[str]] = defaultdict(list)  # by folder
+        other_stems: set[str] = set()
         for path in (*self.images, *self.unread_images):
             folder = os.path.dirname(path)
-            words = {word for name in self.relative(folder).split(os.sep) for word in _split(name)}
-            if words & _COMPANION_WORDS:
-                own[folder].append(path)
+            words = re.split(r"[\W_\d]+", self.relative(folder).lower())
+            if _COMPANION_WORDS.intersection(words):
+                candidates[folder].append(path)
             else:
-                others.add(stem_of(path))
-        return frozenset(
-            path
-            for paths in own.values()
-            if 2 * sum(stem_of(path) in others for path in paths) >= len(paths)
-            for path in paths
-        )
+                other_stems.add(stem_of(path))
+        companions: set[str] = set()
+        for paths in candidates.values():
+            num_named_alike = sum(stem_of(path) in other_stems for path in paths)
+            if 2 * num_named_alike >= len(paths):
+                companions.update(paths)
+        return frozenset(companions)
 
     @cached_property
     def image_set(self) -> frozenset[str]:
@@ -229,8 +244,8 @@ class FileTree:
         returned, and last, those that differ in the suffix only.
         """
         exact, folded = self._images_by_name
-        if found := exact.get(name):
-            return found
+        if name in exact:  # the usual case
+            return exact[name]
         stem = os.path.splitext(name)[0]
         return (
             folded.get(fold(name))
@@ -243,63 +258,65 @@ class FileTree:
     @cached_property
     def label_files(self) -> dict[str, list[str]]:
         """Maps kinds, such as "coco", "voc" or "yolo", to the label files of that kind."""
-        kinds: dict[str, list[str]] = defaultdict(list)
+        files_of_kind: dict[str, list[str]] = defaultdict(list)
         if self.label_file:
-            kind = self._find_kind_of_given(self.label_file)
-            kinds[kind].append(self.label_file)
-            if not any(one.name == kind and one.names_others for one in self._kinds):
-                kinds.pop("", None)
-                return kinds
+            name = self._find_kind_of_only_file(self.label_file)
+            if name:
+                files_of_kind[name].append(self.label_file)
+            if not any(kind.name == name and kind.names_others for kind in self._kinds):
+                return files_of_kind
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         for path in self.others:
-            if path == self.label_file:
-                continue
-            groups[os.path.dirname(path), os.path.splitext(path)[1].lower()].append(path)
+            if path != self.label_file:
+                groups[os.path.dirname(path), suffix_of(path)].append(path)
         for files in groups.values():
-            found = self._find_kinds(files)
-            # A file beside others, named like an image, has its labels, even if it is damaged.
-            usual = next((kind for kind in found if kind in self._per_image), "")
-            for path, kind in zip(files, found, strict=True):
-                kinds[kind or (usual if self.find_images(stem_of(path)) else "")].append(path)
-        kinds.pop("", None)
-        return kinds
+            names = self._find_kinds(files)
+            usual = self._find_kind_of_one_image(names)
+            for path, name in zip(files, names, strict=True):
+                # A file beside others, named like an image, has its labels, even if it is damaged.
+                if not name and self.find_images(stem_of(path)):
+                    name = usual
+                if name:
+                    files_of_kind[name].append(path)
+        return files_of_kind
 
     def _find_kinds(self, files: Sequence[str]) -> list[str]:
-        """Returns the kinds of the files of one suffix in a folder, from a sample if they are many.
+        """Returns the kinds of the files of one suffix in a folder.
 
-        Empty files beside others are of the same kind, and have no objects.
+        Many files are not all opened: if a sample of those that are named like images has one kind,
+        all of these have it. An empty file has the kind of the others, and no objects.
         """
-        if len(files) > _SAMPLED:
-            of_images = [path for path in files if self.find_images(stem_of(path))]
-            sample = of_images[:: max(1, len(of_images) // _SAMPLE)]
+        if len(files) > _MAX_OPENED:
+            named_like_images = [path for path in files if self.find_images(stem_of(path))]
+            sample = named_like_images[:: max(1, len(named_like_images) // _SAMPLE_SIZE)]
             kinds = {find_kind(path, self._kinds) for path in sample} - {"", "empty"}
             if len(kinds) == 1 and kinds <= self._per_image:
-                (name,) = kinds
-                own = set(of_images)
-                return [name if path in own else find_kind(path, self._kinds) for path in files]
-        found = [find_kind(path, self._kinds) for path in files]
-        usual = next((kind for kind in found if kind in self._per_image), "")
-        return [usual if kind == "empty" else kind for kind in found]
+                kind_of = dict.fromkeys(named_like_images, kinds.pop())
+                return [kind_of.get(path) or find_kind(path, self._kinds) for path in files]
+        names = [find_kind(path, self._kinds) for path in files]
+        usual = self._find_kind_of_one_image(names)
+        return [usual if name == "empty" else name for name in names]
 
-    def _find_kind_of_given(self, path: str) -> str:
-        """Returns the kind of the only label file.
+    def _find_kind_of_one_image(self, names: Sequence[str]) -> str:
+        """Returns the first kind whose files have the labels of one image; "" if there is none."""
+        return next((name for name in names if name in self._per_image), "")
 
-        If its content matches no kind, it is of the only kind of its suffix, if there is one, so
-        that its reader tells what is wrong.
+    def _find_kind_of_only_file(self, path: str) -> str:
+        """Returns the kind of the only file that may have labels; "" if it has none.
+
+        If its content matches no kind, but only one kind has its suffix, it is of that kind. Then
+        the reader of that kind tells what is wrong.
         """
-        suffix = os.path.splitext(path)[1].lower()
-        possible = [kind.name for kind in self._kinds if suffix in kind.suffixes]
-        kind = find_kind(path, self._kinds).replace("empty", "")
-        return kind or (possible[0] if len(possible) == 1 else "")
+        name = find_kind(path, self._kinds)
+        if name not in ("", "empty"):
+            return name
+        possible = [kind.name for kind in self._kinds if suffix_of(path) in kind.suffixes]
+        return possible[0] if len(possible) == 1 else ""
 
     def list_other_labels(self, kind: str) -> list[str]:
         """Returns the label files of one image each that are of another kind."""
         others = self._per_image - {kind}
         return [path for other in sorted(others) for path in self.label_files.get(other, ())]
-
-
-def _split(name: str) -> list[str]:
-    return re.split(r"[\W_\d]+", name.lower())
 
 
 def stem_of(path: str) -> str:

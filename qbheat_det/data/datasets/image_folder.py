@@ -25,7 +25,7 @@ PathLike = str | os.PathLike[str]
 Records = list[dict[str, Any]]
 Pairs = list[tuple[str, str]]  # (path, class name) of each image
 
-_SHOWN = 5  # largest number of classes in a message
+_MAX_SHOWN = 5  # classes in a message
 
 
 def register_image_folders(
@@ -84,12 +84,14 @@ def is_new(name: str, **files: object) -> bool:
     """
     if name not in DatasetCatalog:
         return True
-    known = MetadataCatalog.get(name)
-    other = {key: known.get(key) for key, value in files.items() if known.get(key) != value}
-    if other:
+    metadata = MetadataCatalog.get(name)
+    differences = [
+        f"{key} {metadata.get(key)}" for key, value in files.items() if metadata.get(key) != value
+    ]
+    if differences:
         raise UserError(
-            f"the data set name '{name}' is already registered, with "
-            f"{', '.join(f'{key} {value}' for key, value in other.items())}: choose another name"
+            f"the data set name '{name}' is already registered, with {', '.join(differences)}: "
+            "choose another name"
         )
     return False
 
@@ -111,7 +113,8 @@ def _list_records(trees: Sequence[FileTree], *, labelled: bool) -> tuple[Records
         class_names = sorted({class_name for _, class_name in pairs})
         return _label(pairs, class_names, "the folders"), class_names
     paths = [path for tree in trees for path in _require_images(tree)]
-    return [{"file_name": path, "image_id": i} for i, path in enumerate(paths)], []
+    records = [{"file_name": path, "image_id": index} for index, path in enumerate(paths)]
+    return records, []
 
 
 def load_class_folders(train_folder: PathLike, val_folder: PathLike) -> tuple[Records, Records]:
@@ -120,17 +123,18 @@ def load_class_folders(train_folder: PathLike, val_folder: PathLike) -> tuple[Re
     The classes are those of ``train_folder``. Raises a ``UserError`` if there is only one class, or
     ``val_folder`` has a class that ``train_folder`` lacks.
     """
-    train, val = os.fspath(train_folder), os.fspath(val_folder)
-    pairs = _list_labelled(FileTree(train))
-    class_names = sorted({class_name for _, class_name in pairs})
+    train_path = os.fspath(train_folder)
+    val_path = os.fspath(val_folder)
+    train_pairs = _list_labelled(FileTree(train_path))
+    class_names = sorted({class_name for _, class_name in train_pairs})
     if len(class_names) < 2:
         raise UserError(
-            f"'{train}' has images of only one class, '{class_names[0]}': its direct subfolders "
-            "are the classes"
+            f"'{train_path}' has images of only one class, '{class_names[0]}': its direct "
+            "subfolders are the classes"
         )
-    return _label(pairs, class_names, train), _label(
-        _list_labelled(FileTree(val)), class_names, val
-    )
+    train_records = _label(train_pairs, class_names, train_path)
+    val_records = _label(_list_labelled(FileTree(val_path)), class_names, val_path)
+    return train_records, val_records
 
 
 def list_images(folder: PathLike) -> list[str]:
@@ -142,6 +146,7 @@ def list_images(folder: PathLike) -> list[str]:
 
 
 def _require_images(tree: FileTree) -> list[str]:
+    """Returns the images of a tree. Raises a ``UserError`` if there are none."""
     if not tree.images:
         suffixes = " ".join(sorted(IMAGE_SUFFIXES))
         raise UserError(f"the folder '{tree.root}' has no image ({suffixes})")
@@ -164,17 +169,16 @@ def _account_for(trees: Sequence[FileTree], *, labelled: bool) -> Account:
     """Returns the account of image folders: images that are used, and all other files."""
     account = Account()
     for tree in trees:
-        in_class = [path for path in tree.images if os.path.dirname(path) != tree.root]
-        used = in_class if labelled else tree.images
-        account.used["image"] += len(used)
         account.left_out += tree.skipped
         for path in tree.unread_images:
             kind, reason = describe_format(path)
             account.left_out.append(LeftOut(kind, path, reason))
-        for path in tree.images if labelled else ():
-            if os.path.dirname(path) == tree.root:
+        for path in tree.images:
+            if labelled and os.path.dirname(path) == tree.root:
                 reason = f"it is in no class folder of '{tree.root}'"
                 account.left_out.append(LeftOut("in no class folder", path, reason))
+            else:
+                account.used["image"] += 1
         for path in tree.others:
             account.left_out.append(
                 LeftOut("without pixels", path, "only images are used", "other file", False)
@@ -184,7 +188,7 @@ def _account_for(trees: Sequence[FileTree], *, labelled: bool) -> Account:
 
 def list_classes(sets: Sequence[str]) -> list[str]:
     """Returns the sorted class names of registered sets."""
-    return sorted({class_name for name in sets for _, class_name in _load(name)})
+    return sorted({class_name for name in sets for _, class_name in _load_labelled(name)})
 
 
 def load_classes(sets: Sequence[str], class_names: Sequence[str]) -> Records:
@@ -193,7 +197,8 @@ def load_classes(sets: Sequence[str], class_names: Sequence[str]) -> Records:
     ``image_id`` is numbered consecutively across all sets. Raises a ``UserError`` if a set has no
     labels, or has a class that is not in ``class_names``.
     """
-    return _label([pair for name in sets for pair in _load(name)], class_names, " and ".join(sets))
+    pairs = [pair for name in sets for pair in _load_labelled(name)]
+    return _label(pairs, class_names, " and ".join(sets))
 
 
 def _list_labelled(tree: FileTree) -> Pairs:
@@ -211,7 +216,7 @@ def _list_labelled(tree: FileTree) -> Pairs:
     return pairs
 
 
-def _load(name: str) -> Pairs:
+def _load_labelled(name: str) -> Pairs:
     """Returns (path, class name) of the images of a registered set."""
     records = DatasetCatalog.get(name)
     class_names = MetadataCatalog.get(name).get("folder_classes")
@@ -224,13 +229,15 @@ def _load(name: str) -> Pairs:
 
 
 def _label(pairs: Pairs, class_names: Sequence[str], name: str) -> Records:
+    """Returns records whose labels index ``class_names``. ``name`` is for the message."""
     labels = {class_name: label for label, class_name in enumerate(class_names)}
-    if unknown := sorted({class_name for _, class_name in pairs} - labels.keys()):
+    unknown = sorted({class_name for _, class_name in pairs} - labels.keys())
+    if unknown:
         raise UserError(
-            f"'{name}' has images of {join_first(unknown, _SHOWN)}, which are not among the "
-            f"{len(labels)} classes {join_first(class_names, _SHOWN)}"
+            f"'{name}' has images of {join_first(unknown, _MAX_SHOWN)}, which are not among the "
+            f"{len(labels)} classes {join_first(class_names, _MAX_SHOWN)}"
         )
     return [
-        {"file_name": path, "image_id": i, "label": labels[class_name]}
-        for i, (path, class_name) in enumerate(pairs)
+        {"file_name": path, "image_id": index, "label": labels[class_name]}
+        for index, (path, class_name) in enumerate(pairs)
     ]

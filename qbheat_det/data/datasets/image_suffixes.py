@@ -18,7 +18,7 @@ UNREAD_SUFFIXES = frozenset(
 
 def describe_format(path: str | os.PathLike[str]) -> tuple[str, str]:
     """Returns the kind and the reason of an image that is left out for its format."""
-    suffix = os.path.splitext(path)[1].lower().lstrip(".")
+    suffix = suffix_of(path).lstrip(".")
     return f"in {suffix.upper()} format", "its format is not read: convert it to JPEG or PNG"
 
 
@@ -27,16 +27,29 @@ def is_image(path: str | os.PathLike[str]) -> bool:
 
     Telephones and messengers name some JPEG files ".heic": such a file is opened to look at it.
     """
-    suffix = os.path.splitext(path)[1].lower()
-    return suffix in IMAGE_SUFFIXES or (suffix in (".heic", ".heif") and _is_jpeg(path))
+    suffix = suffix_of(path)
+    if suffix in (".heic", ".heif"):
+        return _is_jpeg(path)
+    return suffix in IMAGE_SUFFIXES
 
 
 def is_unread_image(path: str | os.PathLike[str]) -> bool:
     """Returns whether a file is an image in a format that is not read."""
-    return os.path.splitext(path)[1].lower() in UNREAD_SUFFIXES and not is_image(path)
+    return suffix_of(path) in UNREAD_SUFFIXES and not is_image(path)
+
+
+def is_image_name(name: str) -> bool:
+    """Returns whether a file of this name is an image, in a format that is read or not."""
+    return suffix_of(name) in IMAGE_SUFFIXES | UNREAD_SUFFIXES
+
+
+def suffix_of(path: str | os.PathLike[str]) -> str:
+    """Returns the suffix of a path in lower case, such as ".jpg"; "" if it has none."""
+    return os.path.splitext(path)[1].lower()
 
 
 def _is_jpeg(path: str | os.PathLike[str]) -> bool:
+    """Whether a file begins like a JPEG."""
     try:
         with open(path, "rb") as stream:
             return stream.read(3) == b"\xff\xd8\xff"

@@ -5,6 +5,7 @@ Each format lists its kinds. A large file is not read to recognize it.
 """
 
 import contextlib
+import itertools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from .image_suffixes import suffix_of
 from .text_files import UnreadableFileError, decode
 
 _LENGTH = 16_384  # bytes at the start and at the end of a file
@@ -54,7 +56,11 @@ class Ends:
     def lines(self) -> list[str]:
         """The first lines that are not blank."""
         lines = (line for line in self.start.splitlines() if line.strip())
-        return [line for line, _ in zip(lines, range(_NUM_LINES), strict=False)]
+        return list(itertools.islice(lines, _NUM_LINES))
+
+    def have_keys(self, groups: Sequence[Sequence[str]]) -> bool:
+        """Returns whether the ends of a JSON file have all keys of one of several groups."""
+        return any(all(f'"{key}":' in self.keys for key in group) for group in groups)
 
     @classmethod
     def read(cls, path: str) -> "Ends | None":
@@ -78,7 +84,9 @@ def _decode_start(head: bytes) -> str:
             text = head[: len(head) - cut].decode("utf-8-sig")
             if "\0" not in text:
                 return text
-    return decode(head[: len(head) // 4 * 4] if len(head) == _LENGTH else head).content
+    if len(head) == _LENGTH:
+        head = head[: len(head) // 4 * 4]  # whole characters of UTF-32
+    return decode(head).content
 
 
 def find_kind(path: str, kinds: Sequence[LabelKind]) -> str:
@@ -86,14 +94,19 @@ def find_kind(path: str, kinds: Sequence[LabelKind]) -> str:
 
     An empty file, or one of blank lines, is of the kind "empty".
     """
-    suffix = os.path.splitext(path)[1].lower()
-    known = [kind for kind in kinds if suffix in kind.suffixes]
-    ends = Ends.read(path) if known else None
+    suffix = suffix_of(path)
+    possible = [kind for kind in kinds if suffix in kind.suffixes]
+    if not possible:
+        return ""
+    ends = Ends.read(path)
     if ends is None:
         return ""
     if not ends.lines:
         return "empty"
-    return next((kind.name for kind in known if kind.matches(ends)), "")
+    for kind in possible:
+        if kind.matches(ends):
+            return kind.name
+    return ""
 
 
 def json_object(*keys: Sequence[str]) -> Matches:
@@ -103,7 +116,7 @@ def json_object(*keys: Sequence[str]) -> Matches:
     """
 
     def matches(ends: Ends) -> bool:
-        return ends.start.lstrip().startswith("{") and _has_keys(ends, keys)
+        return ends.start.lstrip().startswith("{") and ends.have_keys(keys)
 
     return matches
 
@@ -112,13 +125,9 @@ def json_list(*keys: Sequence[str]) -> Matches:
     """Returns a test for a JSON list, see ``json_object``."""
 
     def matches(ends: Ends) -> bool:
-        return ends.start.lstrip().startswith("[") and _has_keys(ends, keys)
+        return ends.start.lstrip().startswith("[") and ends.have_keys(keys)
 
     return matches
-
-
-def _has_keys(ends: Ends, groups: Sequence[Sequence[str]]) -> bool:
-    return any(all(f'"{key}":' in ends.keys for key in group) for group in groups)
 
 
 def lines_like(pattern: str, *, header: str = "") -> Matches:
@@ -131,8 +140,8 @@ def lines_like(pattern: str, *, header: str = "") -> Matches:
     def matches(ends: Ends) -> bool:
         if header and ends.lines[0].startswith(header):
             return True
-        # A few lines may be damaged.
-        return 2 * sum(bool(line.match(text)) for text in ends.lines) >= len(ends.lines)
+        num_matching = sum(bool(line.match(text)) for text in ends.lines)
+        return 2 * num_matching >= len(ends.lines)  # a few lines may be damaged
 
     return matches
 

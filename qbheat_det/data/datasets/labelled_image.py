@@ -23,7 +23,7 @@ BROKEN = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowE
 
 
 class NoBoxError(ValueError):
-    """A shape that cannot have a box, such as a point. It is left out, but it is no fault."""
+    """A shape that cannot have a box, such as a point. To leave it out is no fault."""
 
 
 class Box(NamedTuple):
@@ -79,10 +79,10 @@ class LabelledImage:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     @contextlib.contextmanager
-    def reading(self, place: str) -> Iterator[None]:
-        """Leaves out the box at ``place`` if its content raises an exception."""
+    def reading(self, place: str) -> Iterator[str]:
+        """Leaves out the box at ``place`` if its content raises an exception. Yields ``place``."""
         try:
-            yield
+            yield place
         except NoBoxError as error:
             self.left_out.append(LeftOut("without a box", place, str(error), "box", False))
         except BROKEN as error:
@@ -118,19 +118,21 @@ class LabelledImage:
         """
         points = [list(point) for point in points]
         try:
-            pairs = [(float(x), float(y)) for x, y in points]
+            xs = [float(x) for x, _ in points]
+            ys = [float(y) for _, y in points]
         except (TypeError, ValueError, OverflowError):
-            pairs = []
-        if not pairs or not all(math.isfinite(value) for pair in pairs for value in pair):
+            xs = []
+            ys = []
+        if not xs or not all(map(math.isfinite, (*xs, *ys))):
             raise ValueError(f"its coordinates must be numbers, but are {short(points)}")
-        xs, ys = zip(*pairs, strict=True)
         if is_box and (xs[0] > xs[1] or ys[0] > ys[1]):
             raise ValueError(
                 f"its right or bottom edge is before the left or top one: {short(points)}"
             )
         if name is None or not str(name).strip():
             raise ValueError("it has no class")
-        left, top = min(xs), min(ys)
+        left = min(xs)
+        top = min(ys)
         xywh = (left, top, max(xs) - left, max(ys) - top)
         self.boxes.append(Box(place, str(name).strip(), xywh, is_relative, is_crowd, category))
 
@@ -155,15 +157,15 @@ def rotate(
 ) -> list[tuple[float, float]]:
     """Rotates points clockwise around a point (in images, y points down)."""
     turn = math.radians(degrees)
-    cosine, sine = math.cos(turn), math.sin(turn)
+    cosine = math.cos(turn)
+    sine = math.sin(turn)
     x0, y0 = around
-    return [
-        (
-            x0 + (x - x0) * cosine - (y - y0) * sine,
-            y0 + (x - x0) * sine + (y - y0) * cosine,
-        )
-        for x, y in points
-    ]
+    rotated = []
+    for x, y in points:
+        rotated_x = x0 + (x - x0) * cosine - (y - y0) * sine
+        rotated_y = y0 + (x - x0) * sine + (y - y0) * cosine
+        rotated.append((rotated_x, rotated_y))
+    return rotated
 
 
 def rotate_box(
@@ -175,8 +177,7 @@ def rotate_box(
     around: tuple[float, float],
 ) -> list[tuple[float, float]]:
     """Returns the four corners of a box that is rotated clockwise around a point."""
-    four = [(left, top), (right, top), (right, bottom), (left, bottom)]
-    return rotate(four, degrees, around)
+    return rotate([(left, top), (right, top), (right, bottom), (left, bottom)], degrees, around)
 
 
 def describe(error: Exception) -> str:

@@ -9,11 +9,12 @@ import functools
 import os
 import re
 import urllib.parse
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .file_tree import FileTree, fold, is_below, stem_of
+from .image_suffixes import suffix_of
 
 _PARTS = {
     "train": ("train", "training", "trainset", "trainval"),
@@ -37,10 +38,17 @@ PLAIN_WORDS = _LABEL_WORDS | {
 """Words of folders that say nothing about their content, except that it is images or labels."""
 _WORDS_OF_SETS = frozenset({"set", "split", "dataset", "part", "fold", "subset", "list"})
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+|[^\W\d_a-zA-Z]+")
-_SAME = 3  # closeness of a folder to itself
 _YEAR = re.compile(r"(19|20)\d\d")
+# How well a folder of images fits to a folder of labels. "images" and "labels" at one place in the
+# path fit better than one folder, as in YOLO.
+_IMAGES_AND_LABELS = 4
+_SAME_FOLDER = 3
+_SAME_NAMES = 2  # without plain words
+_NAMES_OF_ONE = 1  # only one of the folders has names that are no plain words
+_NO_FIT = 0
 # The order in which one of several images of one name is chosen.
-_SUFFIX_ORDER = (".jpg", ".jpeg", ".jfif", ".jpe", ".png", ".bmp", ".webp", ".tif", ".tiff")
+_SUFFIXES = (".jpg", ".jpeg", ".jfif", ".jpe", ".png", ".bmp", ".webp", ".tif", ".tiff")
+_SUFFIX_ORDER = {suffix: order for order, suffix in enumerate(_SUFFIXES)}
 
 Folders = tuple[str, ...]
 
@@ -55,7 +63,9 @@ def split_words(name: str) -> tuple[str, ...]:
 def part_of_name(name: str) -> str | None:
     """Returns the part that a file or folder name has as a word, or None."""
     parts = {_PART_OF_WORD[word] for word in split_words(name) if word in _PART_OF_WORD}
-    return parts.pop() if len(parts) == 1 else None
+    if len(parts) != 1:
+        return None
+    return parts.pop()
 
 
 def part_of(path: str, *, by_folder: bool = False) -> str | None:
@@ -69,11 +79,13 @@ def part_of(path: str, *, by_folder: bool = False) -> str | None:
 
 def _find_part(path: str, *, by_folder: bool) -> tuple[str | None, str]:
     """Returns the part that the names in a relative path tell, and the name that tells it."""
-    *folders, name = path.split(os.sep)
-    names = [] if by_folder else [os.path.splitext(name)[0]]
-    for each in (*names, *reversed(folders)):
-        if part := part_of_name(each):
-            return part, each
+    *names, file_name = path.split(os.sep)
+    if not by_folder:
+        names.append(os.path.splitext(file_name)[0])
+    for name in reversed(names):
+        part = part_of_name(name)
+        if part:
+            return part, name
     return None, ""
 
 
@@ -92,8 +104,8 @@ def base_of(folders: Folders) -> Folders:
 
 def folders_of(tree: FileTree, path: str) -> Folders:
     """Returns the names of the folders between a tree's root and a file."""
-    folder = os.path.dirname(tree.relative(path))
-    return tuple(folder.split(os.sep)) if folder else ()
+    *folders, _ = tree.relative(path).split(os.sep)
+    return tuple(folders)
 
 
 def sort_into_parts(
@@ -112,16 +124,19 @@ def sort_into_parts(
         parts[part or "all"].append(path)
         names.add(name)
     if len(parts) == 2 and "all" in parts and all(map(_goes_on, names - {""})):
-        return {"all": [path for own in parts.values() for path in own]}
+        return {"all": [path for paths in parts.values() for path in paths]}
     return dict(parts)
 
 
 def _goes_on(name: str) -> bool:
-    """Returns whether a name has a word of its own after that of a part."""
+    """Returns whether a name has another word after that of a part, as in "train_station"."""
     words = split_words(name)
     last = max(index for index, word in enumerate(words) if word in _PART_OF_WORD)
-    rest = [word for word in words[last + 1 :] if word not in PLAIN_WORDS | _WORDS_OF_SETS]
-    return any(len(word) > 1 and not word.isdecimal() for word in rest)
+    for word in words[last + 1 :]:
+        says_nothing = word in PLAIN_WORDS or word in _WORDS_OF_SETS
+        if len(word) > 1 and not word.isdecimal() and not says_nothing:
+            return True
+    return False
 
 
 def find_lists_of_parts(tree: FileTree, folder: str) -> dict[str, str]:
@@ -131,12 +146,13 @@ def find_lists_of_parts(tree: FileTree, folder: str) -> dict[str, str]:
     """
     lists: dict[str, str] = {}
     for path in tree.others:
-        if os.path.dirname(path) == folder and path.lower().endswith(".txt"):
-            words = split_words(stem_of(path))
-            words = tuple(word for word in words if not _YEAR.fullmatch(word))
-            if len(words) == 1 and words[0] in _PART_OF_WORD:
-                part = "all" if words[0] == "trainval" else _PART_OF_WORD[words[0]]
-                lists.setdefault(part, path)
+        if os.path.dirname(path) != folder or not path.lower().endswith(".txt"):
+            continue
+        words = [word for word in split_words(stem_of(path)) if not _YEAR.fullmatch(word)]
+        if words == ["trainval"]:
+            lists.setdefault("all", path)
+        elif len(words) == 1 and words[0] in _PART_OF_WORD:
+            lists.setdefault(_PART_OF_WORD[words[0]], path)
     return lists
 
 
@@ -151,18 +167,22 @@ def group_by_base(tree: FileTree, files: Iterable[str]) -> dict[Folders, list[st
 def group_per_image_files(tree: FileTree, files: Iterable[str]) -> dict[Folders, list[str]]:
     """Maps the folders of data sets to their label files, of which each has one image.
 
-    Folders that only sort the images, such as one per camera, belong to one data set. They have no
-    folder of their own for labels.
+    Folders that only sort the images, such as one per camera, belong to one data set. The label
+    files are directly in them.
     """
     groups = group_by_base(tree, files)
-    plain = {base for base, own in groups.items() if folders_of(tree, own[0]) == base}
-    if len(plain) < 2:
+    sorting = {base for base, paths in groups.items() if folders_of(tree, paths[0]) == base}
+    if len(sorting) < 2:
         return groups
-    merged = [path for base in groups for path in groups[base] if base in plain]
-    common = tuple(os.path.commonpath([os.path.join(os.sep, *b) for b in plain]).split(os.sep)[1:])
-    common = tuple(filter(None, common))
-    rest = {base: own for base, own in groups.items() if base not in plain}
-    return {**rest, common: [*rest.pop(common, []), *merged]}
+    common = min(sorting, key=len)
+    while any(base[: len(common)] != common for base in sorting):
+        common = common[:-1]
+    merged = {base: paths for base, paths in groups.items() if base not in sorting}
+    merged.setdefault(common, [])
+    for base, paths in groups.items():
+        if base in sorting:
+            merged[common] += paths
+    return merged
 
 
 @dataclass
@@ -196,19 +216,20 @@ def pair(tree: FileTree, label_files: Sequence[str], named: Mapping[str, str] = 
     """
     pairs = Pairs()
     neighbours = _Neighbours(tree)
-    found = {file: neighbours.find(file) for file in label_files}
+    candidates = {file: neighbours.find(file) for file in label_files}
     # Folders such as "labels_old" and "predict/labels" have labels of the same images.
-    best: dict[str, int] = defaultdict(int)
-    for closeness, images in found.values():
+    best_closeness: dict[str, int] = defaultdict(int)
+    for closeness, images in candidates.values():
         for path in images:
-            best[os.path.dirname(path)] = max(best[os.path.dirname(path)], closeness)
+            folder = os.path.dirname(path)
+            best_closeness[folder] = max(best_closeness[folder], closeness)
     owners: dict[str, str] = {}
     unpaired: list[str] = []
-    for label_file, (closeness, images) in found.items():
+    for label_file, (closeness, images) in candidates.items():
         folders = {os.path.dirname(path) for path in images}
         if not images:
             unpaired.append(label_file)
-        elif all(best[folder] > closeness for folder in folders):
+        elif all(best_closeness[folder] > closeness for folder in folders):
             pairs.spares[label_file] = f"other labels fit better to the images in '{folders.pop()}'"
         elif len(folders) > 1:
             first, second, *_ = images
@@ -233,25 +254,28 @@ class _Neighbours:
 
     def find(self, label_file: str) -> tuple[int, list[str]]:
         """Returns how well the best folder fits, and the images there; (0, []) for none."""
-        folder, stem = os.path.dirname(label_file), stem_of(label_file)
-        for closeness, folders in self._rank(folder):
-            found = [path for own in folders for path in self._images.get((own, stem), ())]
-            if found:
-                return closeness, found
-        images = find_images_of_stem(self._tree, stem)
-        for closeness, folders in self._rank(folder):
-            found = [path for path in images if os.path.dirname(path) in folders]
-            if found:
-                return closeness, found
-        return 0, []
+        stem = stem_of(label_file)
+        ranked = self._rank(os.path.dirname(label_file))
+        for closeness, folders in ranked:
+            images: list[str] = []
+            for folder in folders:
+                images += self._images.get((folder, stem), ())
+            if images:
+                return closeness, images
+        almost_equal = find_images_of_stem(self._tree, stem)
+        for closeness, folders in ranked:
+            images = [path for path in almost_equal if os.path.dirname(path) in folders]
+            if images:
+                return closeness, images
+        return _NO_FIT, []
 
     def _rank(self, folder: str) -> list[tuple[int, list[str]]]:
         """Returns (closeness, folders of images) that fit to a folder of labels, best first."""
         if folder not in self._ranked:
             groups: dict[int, list[str]] = defaultdict(list)
-            for other in self._folders:
-                groups[_measure_closeness(folder, other)].append(other)
-            groups.pop(0, None)
+            for image_folder in self._folders:
+                groups[_measure_closeness(folder, image_folder)].append(image_folder)
+            groups.pop(_NO_FIT, None)
             self._ranked[folder] = sorted(groups.items(), reverse=True)
         return self._ranked[folder]
 
@@ -259,72 +283,79 @@ class _Neighbours:
 def find_images_of_stem(tree: FileTree, stem: str) -> list[str]:
     """Returns the images that are named like a label file without its suffix."""
     for name in (stem, urllib.parse.unquote(stem)):
-        wanted = fold(name)  # some tools name the label file of a.jpg "a.jpg.txt"
-        images = tree.find_images(name)
-        same = [
-            path for path in images if wanted in (fold(os.path.basename(path)), fold(stem_of(path)))
-        ]
-        if same:
-            return same
+        images = []
+        for path in tree.find_images(name):
+            # Some tools name the label file of a.jpg "a.jpg.txt".
+            if fold(name) in (fold(os.path.basename(path)), fold(stem_of(path))):
+                images.append(path)
+        if images:
+            return images
     return []
 
 
 def _assign(
     pairs: Pairs, owners: dict[str, str], label_file: str, images: Sequence[str], named: str
 ) -> None:
-    """Assigns one of several images of one folder to a label file, if it is free."""
+    """Assigns one of several images of one folder to a label file.
+
+    ``owners`` maps the images that have label files to these, and ``named`` is the name of the
+    image in the label file. If the image has another label file already, there is none for this.
+    """
 
     def rank(path: str) -> tuple[bool, int, str]:
-        suffix = os.path.splitext(path)[1].lower()
-        order = _SUFFIX_ORDER.index(suffix) if suffix in _SUFFIX_ORDER else len(_SUFFIX_ORDER)
+        order = _SUFFIX_ORDER.get(suffix_of(path), len(_SUFFIX_ORDER))
         return os.path.basename(path) != named, order, path
 
     chosen, *others = sorted(images, key=rank)
     if chosen in owners:
-        reason = f"'{chosen}' has the labels of '{owners[chosen]}'"
-        pairs.orphans[label_file] = reason
+        pairs.orphans[label_file] = f"'{chosen}' has the labels of '{owners[chosen]}'"
         return
     owners[chosen] = label_file
     pairs.image_of[label_file] = chosen
     pairs.doubles.update(dict.fromkeys(others, chosen))
 
 
-def fits_one(image: str, label_file: str, folders: Collection[str]) -> bool:
+def fits_label_file(image: str, label_file: str, folders: Collection[str]) -> bool:
     """Returns whether an image is in one of some folders, and can belong to a label file."""
     folder = os.path.dirname(image)
-    return folder in folders and _measure_closeness(os.path.dirname(label_file), folder) > 0
+    return folder in folders and _measure_closeness(os.path.dirname(label_file), folder) > _NO_FIT
 
 
-def _measure_closeness(first: str, second: str) -> int:
-    """Returns how well two folders fit: 0 if they cannot belong together, up to 4.
+def _measure_closeness(label_folder: str, image_folder: str) -> int:
+    """Returns how well a folder of images fits to a folder of labels."""
+    if image_folder == label_folder:
+        return _SAME_FOLDER
+    above, name, below = split_at_last(image_folder, "images")
+    if name and os.path.join(above, "labels", below).rstrip(os.sep) == label_folder:
+        return _IMAGES_AND_LABELS
+    label_names = _list_names(label_folder, image_folder)
+    image_names = _list_names(image_folder, label_folder)
+    if label_names == image_names:
+        return _SAME_NAMES
+    if label_names and image_names:
+        return _NO_FIT
+    return _NAMES_OF_ONE
 
-    "images" and "labels" at one place in the path fit better than one folder, as in YOLO.
+
+def split_at_last(path: str, name: str) -> tuple[str, str, str]:
+    """Returns the path above the last folder of a name, this name, and the path below it.
+
+    Returns ``("", "", path)`` if no folder has the name.
     """
-    if first == second:
-        return _SAME
-    if _replace_images(second) == first:
-        return _SAME + 1
-    own, other = _list_names(first, second), _list_names(second, first)
-    if own == other:
-        return _SAME - 1
-    return 0 if own and other else 1
-
-
-def _replace_images(folder: str) -> str:
-    """Replaces the last name "images" in a path by "labels"."""
-    names = folder.split(os.sep)
-    if "images" not in names:
-        return ""
-    last = len(names) - 1 - names[::-1].index("images")
-    return os.sep.join([*names[:last], "labels", *names[last + 1 :]])
+    names = path.split(os.sep)
+    if name not in names:
+        return "", "", path
+    last = len(names) - 1 - names[::-1].index(name)
+    above = os.sep.join(names[:last]) or os.sep
+    return above, name, os.sep.join(names[last + 1 :])
 
 
 def _list_names(folder: str, other: str) -> list[tuple[str, ...]]:
     """Returns the names in a path below the common folder of both, without plain words."""
     common = os.path.commonpath([folder, other])
     names = folder[len(common) :].strip(os.sep).split(os.sep)
-    simple = (_simplify(split_words(name)) for name in names)
-    return [words for words in simple if words]
+    simplified = [_simplify(split_words(name)) for name in names]
+    return [words for words in simplified if words]
 
 
 def _simplify(words: tuple[str, ...]) -> tuple[str, ...]:
@@ -349,18 +380,20 @@ def _pair_folders(
     used = {os.path.dirname(path) for path in pairs.image_of.values()}
     with_labels = {os.path.dirname(path) for path in pairs.image_of}
     for folder, files in by_folder.items():
-        images = {file: find_images_of_stem(tree, stem_of(file)) for file in files}
-        counts = Counter(
-            place
-            for own in images.values()
-            for place in {os.path.dirname(path) for path in own}
-            if place not in used and not _has_telling_name(folder, place)
-        )
-        chosen = next(iter(counts)) if len(counts) == 1 and folder not in with_labels else None
+        images_of = {file: find_images_of_stem(tree, stem_of(file)) for file in files}
+        image_folders = {os.path.dirname(path) for paths in images_of.values() for path in paths}
+        possible = [
+            image_folder
+            for image_folder in image_folders
+            if image_folder not in used and not _has_telling_name(folder, image_folder)
+        ]
+        chosen = None
+        if len(possible) == 1 and folder not in with_labels:
+            (chosen,) = possible
         for file in files:
-            own = [path for path in images[file] if os.path.dirname(path) == chosen]
-            if own:
-                _assign(pairs, owners, file, own, named.get(file, ""))
+            images = [path for path in images_of[file] if os.path.dirname(path) == chosen]
+            if images:
+                _assign(pairs, owners, file, images, named.get(file, ""))
             else:
                 pairs.orphans[file] = "there is no image of its name"
 
@@ -381,71 +414,90 @@ def locate(tree: FileTree, name: str, label_file: str, part: str = "all") -> str
     by their part and by their distance from the label file.
     """
     name = name.replace("\\", "/").strip()
-    last = name.rpartition("/")[2]
-    found = tree.find_images(last) if last else []
+    file_name = name.rpartition("/")[2]
+    images = tree.find_images(file_name) if file_name else []
     is_relative = not name.startswith(("/", "../"))
-    named_part = part_of(name, by_folder=True) if "/" in name else None
-    if len(found) == 1 and _is_of_sibling(tree, found[0], name):
-        return []
-    if len(found) == 1 and is_relative:
-        own_part = _part_of_image(tree, found[0])
-        return found[0] if not (named_part and own_part) or named_part == own_part else []
+    if len(images) == 1:
+        (image,) = images
+        if _names_sibling_folder(tree, image, name):
+            return []
+        if is_relative:
+            named_part = part_of(name, by_folder=True)
+            part_of_image = _part_of_image(tree, image)
+            if named_part and part_of_image and named_part != part_of_image:
+                return []
+            return image
     folder = os.path.dirname(label_file)
     for base in (folder, tree.root):
         path = os.path.normpath(os.path.join(base, name.lstrip("/")))
-        if path in tree.image_set and any(is_below(path, each) for each in (folder, tree.root)):
-            same_part = part == "all" or _part_of_image(tree, path) in (None, part)
-            if same_part or "/" in name:
-                return path
+        if path not in tree.image_set:
+            continue
+        if not (is_below(path, folder) or is_below(path, tree.root)):
+            continue
+        if "/" in name or part == "all" or _part_of_image(tree, path) in (None, part):
+            return path
     outside = os.path.normpath(os.path.join(folder, name))
     if not is_relative and os.path.isfile(outside):
         return outside
-    if len(found) > 1:
-        found = _narrow(tree, found, name, folder, part)
-    return found[0] if len(found) == 1 else list(found)
+    if len(images) > 1:
+        images = _choose_best(tree, images, name, folder, part)
+    if len(images) == 1:
+        return images[0]
+    return list(images)
 
 
-def _is_of_sibling(tree: FileTree, path: str, name: str) -> bool:
-    """Returns whether a name tells another folder of images beside that of a path."""
+def _names_sibling_folder(tree: FileTree, image: str, name: str) -> bool:
+    """Returns whether a name tells another folder of images, beside the folder of an image."""
     *folders, _ = name.split("/")
-    if not folders or path.endswith(os.sep + name.replace("/", os.sep)):
+    if not folders or image.endswith(os.sep + name.replace("/", os.sep)):
         return False
-    own = os.path.dirname(path)
-    return own != (other := os.path.join(os.path.dirname(own), folders[-1])) and (
-        other in tree.image_folders
-    )
+    folder = os.path.dirname(image)
+    sibling = os.path.join(os.path.dirname(folder), folders[-1])
+    return sibling != folder and sibling in tree.image_folders
 
 
 def _part_of_image(tree: FileTree, path: str) -> str | None:
     return part_of(tree.relative(path), by_folder=True)
 
 
-def _narrow(tree: FileTree, found: list[str], name: str, folder: str, part: str) -> list[str]:
-    """Reduces images of one file name to those that fit best."""
+def _choose_best(tree: FileTree, images: list[str], name: str, folder: str, part: str) -> list[str]:
+    """Returns those of several images of one file name that fit best, at least one.
+
+    Args:
+        tree: the files of the data set.
+        images: paths of the images.
+        name: the image's name in the label file, perhaps with folders.
+        folder: folder of the label file.
+        part: part of the label file.
+    """
     if tree.preferred:
-        found = [path for path in found if is_below(path, tree.preferred)] or found
+        images = [path for path in images if is_below(path, tree.preferred)] or images
     for start in range(name.count("/") + 1):
         ending = "/" + "/".join(name.lstrip("/").split("/")[start:])
-        same = [path for path in found if path.replace(os.sep, "/").endswith(ending)]
-        if same:
-            found = same
+        same_ending = [path for path in images if path.replace(os.sep, "/").endswith(ending)]
+        if same_ending:
+            images = same_ending
             break
-    if len(found) > 1 and part != "all":
-        same = [path for path in found if _part_of_image(tree, path) == part]
-        found = same or found
-    if len(found) > 1:
-        distances = {path: _measure_distance(folder, os.path.dirname(path)) for path in found}
-        nearest = min(distances.values())
-        found = [path for path in found if distances[path] == nearest]
-    return found
+    if len(images) > 1 and part != "all":
+        images = [path for path in images if _part_of_image(tree, path) == part] or images
+    if len(images) > 1:
+        distances = [_measure_distance(folder, os.path.dirname(path)) for path in images]
+        nearest = min(distances)
+        images = [
+            path for path, distance in zip(images, distances, strict=True) if distance == nearest
+        ]
+    return images
 
 
 @functools.lru_cache(maxsize=10_000)
 def _measure_distance(first: str, second: str) -> int:
     """Returns the number of steps between two folders in the tree of folders."""
     common = os.path.commonpath([first, second]).rstrip(os.sep)
-    rests = (path[len(common) :].strip(os.sep) for path in (first, second))
-    return sum(len(rest.split(os.sep)) for rest in rests if rest)
+    distance = 0
+    for path in (first, second):
+        names = path[len(common) :].strip(os.sep).split(os.sep)
+        distance += len([name for name in names if name])
+    return distance
 
 
 def find_ending(path: str, folders: Sequence[str], *, min_names: int = 1) -> str | None:
@@ -459,7 +511,7 @@ def find_ending(path: str, folders: Sequence[str], *, min_names: int = 1) -> str
         del names[0]
     for start in range(len(names) - min_names + 1):
         for folder in folders:
-            found = os.path.join(folder, *names[start:])
-            if os.path.exists(found):
-                return found
+            path = os.path.join(folder, *names[start:])
+            if os.path.exists(path):
+                return path
     return None

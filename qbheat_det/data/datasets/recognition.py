@@ -15,6 +15,7 @@ from qbheat_det.core.text import join_first
 from .file_tree import FileTree, is_below, stem_of
 from .formats import FORMATS, Format, LabelSet
 from .formats.table import describe_columns, has_unknown_boxes, names_images
+from .image_suffixes import suffix_of
 from .label_kinds import Ends, LabelKind, json_list, json_object, lines_like, starts_with
 from .layout import PLAIN_WORDS, folders_of, part_of_name, split_words
 
@@ -23,7 +24,14 @@ _LINE_OF_WIDER = re.compile(r"^\s*(-?\d+\s+){9}-?\d+\s*$")
 
 def _is_wider_face(ends: Ends) -> bool:
     lines = ends.lines
-    return len(lines) > 2 and lines[1].isdecimal() and bool(_LINE_OF_WIDER.match(lines[2]))
+    if len(lines) < 3:
+        return False
+    return lines[1].isdecimal() and bool(_LINE_OF_WIDER.match(lines[2]))
+
+
+def _is_labelme_xml(ends: Ends) -> bool:
+    text = ends.start
+    return "<annotation>" in text and "<polygon>" in text and "<bndbox>" not in text
 
 
 # Kinds of label files that are recognized and not read, and what to do.
@@ -42,7 +50,7 @@ _REFUSED = {
         "labelbox", (".ndjson", ".jsonl"), starts_with('"data_row"')
     ): "an export of Labelbox: export COCO instead",
     LabelKind(
-        "labelme xml", (".xml",), lambda ends: "<annotation>" in ends.start and _has_polygons(ends)
+        "labelme xml", (".xml",), _is_labelme_xml
     ): "XML files of the LabelMe website: export COCO, Pascal VOC or 'CVAT for images' instead",
     LabelKind(
         "via3", (".json",), json_object(("project", "metadata", "vid"))
@@ -52,7 +60,7 @@ _REFUSED = {
     ): "labels of VisDrone: convert them to COCO or YOLO",
     LabelKind("wider face", (".txt",), _is_wider_face): "lists of WIDER FACE: convert them to COCO",
 }
-KINDS = (*_REFUSED, *(kind for row in FORMATS.values() for kind in row.kinds))
+KINDS = (*_REFUSED, *(kind for format in FORMATS.values() for kind in format.kinds))
 """All kinds of label files. The first that matches a file is its kind."""
 _REFUSED_SUFFIXES = {
     ".h5": "HDF5",
@@ -65,18 +73,15 @@ _REFUSED_SUFFIXES = {
     ".tfrecord": "TFRecord",
     ".tfrecords": "TFRecord",
 }
-_SUFFIXES_OF_LABELS = (".csv", ".json", ".txt", ".tsv", ".xlsx", ".xml", ".yaml")
-_TAKEN = (
-    f"--data needs {', '.join(row.title for row in FORMATS.values())}, class folders, or a zip of "
-    "one of these (docs/train.md#data-formats)"
+_LABEL_SUFFIXES = (".csv", ".json", ".txt", ".tsv", ".xlsx", ".xml", ".yaml")
+_ACCEPTED = (
+    f"--data needs {', '.join(format.title for format in FORMATS.values())}, class folders, or a "
+    "zip of one of these (docs/train.md#data-formats)"
 )
 
 
-def _has_polygons(ends: Ends) -> bool:
-    return "<polygon>" in ends.start and "<bndbox>" not in ends.start
-
-
-_SMALL = 0.1  # share of the images of another data set up to which a data set is left out
+# Another data set is left out if it adds at most this share of the chosen one's images.
+_MAX_ADDED = 0.1
 _MASK_WORDS = frozenset({"mask", "masks", "segmentation", "segmentations", "seg", "semantic"})
 
 
@@ -117,46 +122,53 @@ def recognize(tree: FileTree, wanted: str = "") -> Recognized:
         UserError: there is no data set, or more than one.
     """
     formats = [FORMATS[wanted]] if wanted else list(FORMATS.values())
-    found = [_Candidate(tree, row, one) for row in formats for one in row.find(tree)]
-    if not found:
+    candidates = [
+        _Candidate(tree, format, labels) for format in formats for labels in format.find(tree)
+    ]
+    if not candidates:
         if wanted:
             raise UserError(f"'{tree.root}' has no {FORMATS[wanted].title} labels any more")
         if tree.label_file:
             raise UserError(_refuse_file(tree, tree.label_file))
         return _recognize_classes(tree)
-    chosen, *others = sorted(found, key=lambda one: one.rank, reverse=True) if found[1:] else found
-    notes = _compare(tree, chosen, others) if others else []
-    row, base = chosen.row, chosen.labels.base
-    if base and not tree.is_of_one_file:
-        folder = os.path.join(tree.root, *base)
-        notes.append(f"the data set in '{folder}' is used")
-        if any(is_below(path, folder) for path in tree.all_images):
-            nested = FileTree(folder, kinds=KINDS)
-            for other in tree.other_roots:
-                nested.add(other)
-            nested.preferred = tree.preferred
-            nested.others += _list_files_above(tree, folder)  # may have the class names
-            again = recognize(nested, row.name)
-            return Recognized(again.tree, row, again.labels, notes=[*notes, *again.notes])
-    return Recognized(tree, row, chosen.labels, notes=notes)
+    notes: list[str] = []
+    if len(candidates) == 1:
+        (chosen,) = candidates  # its rank would need its images
+    else:
+        candidates.sort(key=lambda candidate: candidate.rank, reverse=True)
+        chosen, *others = candidates
+        notes = _compare(tree, chosen, others)
+    if not chosen.labels.base or tree.is_of_one_file:
+        return Recognized(tree, chosen.format, chosen.labels, notes=notes)
+    folder = chosen.path
+    notes.append(f"the data set in '{folder}' is used")
+    if not any(is_below(path, folder) for path in tree.all_images):
+        return Recognized(tree, chosen.format, chosen.labels, notes=notes)
+    nested = FileTree(folder, kinds=KINDS)
+    for root in tree.other_roots:
+        nested.add(root)
+    nested.preferred = tree.preferred
+    nested.others += _list_files_above(tree, folder)  # may have the class names
+    inner = recognize(nested, chosen.format.name)
+    return Recognized(inner.tree, chosen.format, inner.labels, notes=[*notes, *inner.notes])
 
 
 def _list_files_above(tree: FileTree, folder: str) -> list[str]:
     """Returns the files between the root and a folder that are no label files."""
     label_files = {path for files in tree.label_files.values() for path in files}
-    return [
-        path
-        for path in tree.others
-        if path not in label_files and is_below(folder, above := os.path.dirname(path))
-        if above != folder
-    ]
+    files_above = []
+    for path in tree.others:
+        parent = os.path.dirname(path)
+        if path not in label_files and is_below(folder, parent) and parent != folder:
+            files_above.append(path)
+    return files_above
 
 
 class _Candidate:
     """A data set that may be meant. Its images are found only if there is another one."""
 
-    def __init__(self, tree: FileTree, row: Format, labels: LabelSet) -> None:
-        self.row = row
+    def __init__(self, tree: FileTree, format: Format, labels: LabelSet) -> None:
+        self.format = format
         self.labels = labels
         self.path = os.path.join(tree.root, *labels.base)
         self._tree = tree
@@ -164,16 +176,17 @@ class _Candidate:
     @cached_property
     def images(self) -> frozenset[str]:
         """Paths of the images with labels; none if the labels cannot be read."""
-        try:
-            parts = [self.row.read(self._tree, self.labels, part) for part in self.labels.parts]
-        except UserError:
-            return frozenset()
-        return frozenset(
-            image.file
-            for part in parts
-            for image in part.images
-            if image.file and image.reason is None and (image.boxes or image.label_file)
-        )
+        files: set[str] = set()
+        for part in self.labels.parts:
+            try:
+                labels = self.format.read(self._tree, self.labels, part)
+            except UserError:
+                return frozenset()
+            for image in labels.images:
+                has_labels = bool(image.boxes or image.label_file)
+                if image.file and image.reason is None and has_labels:
+                    files.add(image.file)
+        return frozenset(files)
 
     def is_inside(self, other: "_Candidate") -> bool:
         """Returns whether the folder of the data set lies in that of another."""
@@ -186,46 +199,47 @@ class _Candidate:
         A file that names the parts and classes decides, if its images are there. Then the number of
         images does, and last the order of the table of formats.
         """
-        order = list(FORMATS).index(self.row.name)
+        order = list(FORMATS).index(self.format.name)
         has_manifest = bool(self.labels.manifests and self.images)
-        size = len(self.images)
-        return has_manifest, size, not self.row.is_last, -len(self.labels.base), -order
+        num_images = len(self.images)
+        depth = len(self.labels.base)
+        return has_manifest, num_images, not self.format.is_last, -depth, -order
 
 
 def _compare(tree: FileTree, chosen: _Candidate, others: Sequence[_Candidate]) -> list[str]:
     """Returns notes of the other data sets, which repeat the chosen one or are much smaller.
 
     Raises:
-        UserError: another data set has images of its own.
+        UserError: another data set has images that the chosen one lacks.
     """
     rivals = [chosen]
     notes = []
     names = {os.path.basename(path) for path in chosen.images}
     for other in others:
-        own = other.images - chosen.images
+        added = other.images - chosen.images
         if other.is_inside(chosen):  # predictions, or an older version
-            own = frozenset(path for path in own if os.path.basename(path) not in names)
-        if len(own) > _SMALL * len(chosen.images):
+            added = frozenset(path for path in added if os.path.basename(path) not in names)
+        if len(added) > _MAX_ADDED * len(chosen.images):
             rivals.append(other)
-        else:
-            files = f"'{other.path}'" if other.path != chosen.path else "others"
-            notes.append(
-                f"labels in {chosen.row.title} format are used, and not those in "
-                f"{other.row.title} format of {files}"
-            )
-    paths = list(dict.fromkeys(one.path for one in rivals))
+            continue
+        place = "others" if other.path == chosen.path else f"'{other.path}'"
+        notes.append(
+            f"labels in {chosen.format.title} format are used, and not those in "
+            f"{other.format.title} format of {place}"
+        )
+    paths = list(dict.fromkeys(rival.path for rival in rivals))
     if len(paths) > 1:
-        outer = {one.path for one in rivals for other in rivals if other.is_inside(one)}
+        outer = {rival.path for rival in rivals if any(other.is_inside(rival) for other in rivals)}
         commands = [shlex.join(["--data", path]) for path in paths if path not in outer]
-        moved = "".join(
-            f". To use the one directly in '{path}', move the others out of it" for path in outer
-        )
-        raise UserError(
+        message = (
             f"'{tree.root}' has {len(paths)} data sets. Choose one: "
-            f"{join_first(commands, 10, ' or ')}{moved}"
+            f"{join_first(commands, 10, ' or ')}"
         )
+        for path in outer:
+            message += f". To use the one directly in '{path}', move the others out of it"
+        raise UserError(message)
     if len(rivals) > 1:
-        titles = " and ".join(dict.fromkeys(one.row.title for one in rivals))
+        titles = " and ".join(dict.fromkeys(rival.format.title for rival in rivals))
         raise UserError(
             f"'{chosen.path}' has labels in the formats {titles}, of different images: keep those "
             "of one format, or pass one label file with --data"
@@ -239,126 +253,148 @@ def choose_parts(parts: Mapping[str, Any]) -> dict[str, str]:
     The test part is used for validation if there is no other. A part of unknown name is used for
     training if there is no training part.
     """
-    train = next((name for name in ("train", "all") if name in parts), None)
-    val = next((name for name in ("val", "test") if name in parts), None)
+    train = next((part for part in ("train", "all") if part in parts), None)
+    val = next((part for part in ("val", "test") if part in parts), None)
     if train is None:
         return {"all": str(val)}
     if val is None:
-        return {"all" if train == "all" else "train": train}
+        return {train: train}
     return {"train": train, "val": val}
 
 
 def _recognize_classes(tree: FileTree) -> Recognized:
     """Recognizes a set of class folders. Raises a ``UserError`` for anything else."""
-    if refusal := _find_refusal(tree):
+    refusal = _find_refusal(tree)
+    if refusal:
         raise UserError(f"'{tree.root}' {refusal}")
+    root = _find_root_of_classes(tree)
     notes = []
-    root = tree.root
-    while True:  # an unpacked export often has one folder on top
-        folders = _list_folders(tree, root)
-        if len(folders) != 1 or _has_direct_images(tree, root):
-            break
-        inner = os.path.join(root, folders[0])
-        if not _list_folders(tree, inner) or part_of_name(folders[0]):
-            break
-        root = inner
-        notes = [f"the class folders in '{root}' are used"]
+    if root != tree.root:
+        notes.append(f"the class folders in '{root}' are used")
     names = _list_folders(tree, root)
     if not names:
         raise UserError(_explain_missing_labels(tree))
-    parts = _find_class_parts(tree, root, names)
-    folders_of_parts = parts or {"all": root}
-    classes = {name for path in folders_of_parts.values() for name in _list_folders(tree, path)}
-    plain = [name for name in sorted(classes) if part_of_name(name) or _says_nothing(name)]
-    if len(plain) == len(classes):
+    folders = _find_class_parts(tree, root, names) or {"all": root}
+    classes = {name for folder in folders.values() for name in _list_folders(tree, folder)}
+    no_classes = [name for name in sorted(classes) if part_of_name(name) or _says_nothing(name)]
+    if len(no_classes) == len(classes):
         raise UserError(
-            f"the folders {join_first(plain or names)} in '{root}' are no classes: "
+            f"the folders {join_first(no_classes or names)} in '{root}' are no classes: "
             f"{_explain_missing_labels(tree)}"
         )
-    return Recognized(tree, folders=folders_of_parts, notes=notes)
+    return Recognized(tree, folders=folders, notes=notes)
+
+
+def _find_root_of_classes(tree: FileTree) -> str:
+    """Returns the root of a tree, or the folder in it that has everything.
+
+    An unpacked export often has one folder on top.
+    """
+    root = tree.root
+    while True:
+        folders = _list_folders(tree, root)
+        has_direct_images = any(os.path.dirname(path) == root for path in tree.all_images)
+        if len(folders) != 1 or has_direct_images or part_of_name(folders[0]):
+            return root
+        inner = os.path.join(root, folders[0])
+        if not _list_folders(tree, inner):  # it is a class
+            return root
+        root = inner
 
 
 def _list_folders(tree: FileTree, root: str) -> list[str]:
     """Returns the names of the direct subfolders that have images."""
     start = len(root.rstrip(os.sep)) + 1
-    inside = (path[start:].split(os.sep) for path in tree.all_images if is_below(path, root))
-    return list(dict.fromkeys(names[0] for names in inside if len(names) > 1))
-
-
-def _has_direct_images(tree: FileTree, root: str) -> bool:
-    return any(os.path.dirname(path) == root for path in tree.all_images)
+    folders: dict[str, None] = {}
+    for path in tree.all_images:
+        if is_below(path, root):
+            folder, separator, _ = path[start:].partition(os.sep)
+            if separator:
+                folders[folder] = None
+    return list(folders)
 
 
 def _find_class_parts(tree: FileTree, root: str, names: Sequence[str]) -> dict[str, str]:
     """Returns the folders of the training and the validation part, or {} if there are none."""
-    parts = {part: name for name in reversed(names) if (part := part_of_name(name))}
-    # "train" may be the class of trains, so there must not be any other folders.
-    if "train" not in parts or not all(map(part_of_name, names)) or len(parts) < 2:
+    folders: dict[str, str] = {}
+    for name in names:
+        part = part_of_name(name)
+        # "train" may be the class of trains, so there must not be any other folders.
+        if part is None:
+            return {}
+        folders.setdefault(part, os.path.join(root, name))
+    if "train" not in folders or len(folders) < 2:
         return {}
-    paths = {part: os.path.join(root, name) for part, name in parts.items()}
-    if not all(_list_folders(tree, path) for path in paths.values()):
+    if not all(_list_folders(tree, folder) for folder in folders.values()):
         return {}
-    return {role: paths[part] for role, part in choose_parts(paths).items()}
+    return {role: folders[part] for role, part in choose_parts(folders).items()}
 
 
 def _says_nothing(name: str) -> bool:
+    """Whether a folder's name says only that it has images, labels or masks."""
     return all(word in PLAIN_WORDS or word in _MASK_WORDS for word in split_words(name))
-
-
-def _is_mask(name: str) -> bool:
-    return any(word in _MASK_WORDS for word in split_words(name))
 
 
 def _find_refusal(tree: FileTree) -> str | None:
     """Returns why the label files of a tree are not read, or None if there are none."""
-    for kind, text in _REFUSED.items():
-        if files := tree.label_files.get(kind.name):
-            return f"has {text} ('{files[0]}')"
+    for kind, reason in _REFUSED.items():
+        files = tree.label_files.get(kind.name)
+        if files:
+            return f"has {reason} ('{files[0]}')"
     for path in _list_tables(tree):
         if has_unknown_boxes(path):
             return f"has a table of unknown columns: {describe_columns(path)}"
     stems = {stem_of(path) for path in tree.images}
-    beside = [path for path in tree.others if stem_of(path) in stems]
-    if 2 * len(beside) > len(stems) > 1:
-        return f"has label files of an unknown kind, such as '{beside[0]}': {_TAKEN}"
+    named_like_images = [path for path in tree.others if stem_of(path) in stems]
+    if 2 * len(named_like_images) > len(stems) > 1:
+        return f"has label files of an unknown kind, such as '{named_like_images[0]}': {_ACCEPTED}"
     for path in tree.others:
-        name = _REFUSED_SUFFIXES.get(os.path.splitext(path)[1].lower())
-        if name:
-            return f"has a {name} file, which is not read ('{path}'): convert it to COCO"
+        format_name = _REFUSED_SUFFIXES.get(suffix_of(path))
+        if format_name:
+            return f"has a {format_name} file, which is not read ('{path}'): convert it to COCO"
     return None
 
 
 def _list_tables(tree: FileTree) -> list[str]:
     files = [tree.label_file] if tree.label_file else tree.others
-    return [path for path in files if path.lower().endswith((".csv", ".tsv"))]
+    return [path for path in files if suffix_of(path) in (".csv", ".tsv")]
 
 
 def _refuse_file(tree: FileTree, path: str) -> str:
     """Returns why a file has no labels that are read."""
     if _list_tables(tree):
         return describe_columns(path)
-    refusal = _find_refusal(tree)
-    return f"'{path}' {refusal}" if refusal else f"'{path}' has no labels that are read: {_TAKEN}"
+    refusal = _find_refusal(tree) or f"has no labels that are read: {_ACCEPTED}"
+    return f"'{path}' {refusal}"
 
 
 def _explain_missing_labels(tree: FileTree) -> str:
     """Returns a message for a tree without labels that are read."""
-    masks = [path for path in tree.images if any(map(_is_mask, folders_of(tree, path)))]
+    masks = [path for path in tree.images if _is_in_mask_folder(tree, path)]
     tables = [path for path in _list_tables(tree) if names_images(path)]
     if tables and not masks:
         return describe_columns(tables[0])
-    archives = [
-        path for path in tree.others if path.lower().endswith((".zip", ".7z", ".tar", ".gz"))
-    ]
-    if not tree.all_images and archives:
-        return f"'{tree.root}' has the archive '{archives[0]}': unpack it, or pass it with --data"
     if not tree.all_images:
-        return f"'{tree.root}' has no images and no labels: {_TAKEN}"
+        archives = [
+            path for path in tree.others if suffix_of(path) in (".zip", ".7z", ".tar", ".gz")
+        ]
+        if archives:
+            return (
+                f"'{tree.root}' has the archive '{archives[0]}': unpack it, or pass it with --data"
+            )
+        return f"'{tree.root}' has no images and no labels: {_ACCEPTED}"
     if masks:
-        return f"'{tree.root}' has masks, but no boxes, such as '{masks[0]}': {_TAKEN}"
-    suspicious = [path for path in tree.others if path.lower().endswith(_SUFFIXES_OF_LABELS)]
-    files = f" (no labels were found in files such as '{suspicious[0]}')" if suspicious else ""
+        return f"'{tree.root}' has masks, but no boxes, such as '{masks[0]}': {_ACCEPTED}"
+    problem = "images without annotations"
+    suspicious = [path for path in tree.others if path.lower().endswith(_LABEL_SUFFIXES)]
+    if suspicious:
+        problem += f" (no labels were found in files such as '{suspicious[0]}')"
     return (
-        f"'{tree.root}' has images without annotations{files}: {_TAKEN}. --images accepts images "
-        "without labels, for pre-training"
+        f"'{tree.root}' has {problem}: {_ACCEPTED}. --images accepts images without labels, for "
+        "pre-training"
     )
+
+
+def _is_in_mask_folder(tree: FileTree, path: str) -> bool:
+    folders = folders_of(tree, path)
+    return any(_MASK_WORDS.intersection(split_words(folder)) for folder in folders)

@@ -48,10 +48,12 @@ from .recognition import KINDS, Recognized, choose_parts, recognize
 
 logger = logging.getLogger(__name__)
 
-CLASSES, IMAGES = "classes", "images"
-"""Names of the formats without boxes: class folders, and images without labels."""
+CLASSES = "classes"
+"""Name of the format of class folders, which has no boxes."""
+IMAGES = "images"
+"""Name of the format of images without labels."""
 _TITLES = {CLASSES: "class folders", IMAGES: "image folders"}
-_MOST_EXPANSION = 200  # largest ratio of the unpacked size to the size of a zip
+_MAX_EXPANSION = 200  # ratio of the unpacked size to the size of a zip
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ class Source:
     @property
     def title(self) -> str:
         """Name of the format for users, such as "YOLO"."""
-        return _TITLES.get(self.format) or FORMATS[self.format].title
+        if self.has_boxes:
+            return FORMATS[self.format].title
+        return _TITLES[self.format]
 
     @property
     def has_boxes(self) -> bool:
@@ -105,13 +109,12 @@ class Source:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the attributes that differ from their defaults, for ``run.json``."""
-        fields = dataclasses.fields(self)
-        pairs = ((field, getattr(self, field.name)) for field in fields)
-        return {
-            field.name: list(value) if isinstance(value, tuple) else value
-            for field, value in pairs
-            if value != field.default
-        }
+        content: dict[str, Any] = {}
+        for attribute in dataclasses.fields(self):
+            value = getattr(self, attribute.name)
+            if value != attribute.default:
+                content[attribute.name] = list(value) if isinstance(value, tuple) else value
+        return content
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], place: str) -> "Source":
@@ -161,23 +164,24 @@ def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> Da
     if not os.path.exists(path):
         raise UserError(f"'{path}' does not exist")
     absolute = os.path.abspath(path)
+    root = ""
     data_set = None
-    if os.path.isdir(path):
-        root = os.path.abspath(image_root) if image_root else ""
-        found = _recognize(absolute, root)
-        if root and found.format is None:
-            raise UserError(f"'{path}' contains its images: leave out the images '{image_root}'")
-    else:
+    if not os.path.isdir(path):
         root, data_set = _find_image_root(absolute, image_root, likely_root)
-        found = _recognize(absolute, root)
-    if found.format is None:
+    elif image_root:
+        root = os.path.abspath(image_root)
+    recognized = _recognize(absolute, root)
+    if recognized.format is None:
+        if root:
+            raise UserError(f"'{path}' contains its images: leave out the images '{image_root}'")
         sources = [
             Source(CLASSES, absolute, part, folders=(folder,))
-            for part, folder in found.folders.items()
+            for part, folder in recognized.folders.items()
         ]
         val = sources[1] if len(sources) > 1 else None
-        return DataSource(sources[0], val, account=_account_for_classes(found, absolute))
-    name = found.format.name
+        account = _account_for_classes(recognized, absolute)
+        return DataSource(sources[0], val, account=account)
+    name = recognized.format.name
     data_set = data_set or _read(absolute, root, name, ())
     sources = [Source(name, absolute, part, root) for part in data_set.parts]
     val = sources[1] if len(sources) > 1 else None
@@ -202,19 +206,20 @@ def _find_image_root(file: str, given: str, likely: str) -> tuple[str, "_DataSet
     Without a given folder, this is the first that has one of the images: ``likely``, the folder of
     the file, or the folder above it, if the name of the file's folder says that it holds labels.
     """
-    folder, name = os.path.split(os.path.dirname(file))
-    folders = [os.path.dirname(file)]
-    if holds_labels(name):
-        folders.append(folder)
+    folder = os.path.dirname(file)
+    roots = [folder]
+    if holds_labels(os.path.basename(folder)):
+        roots.append(os.path.dirname(folder))
     if given:
-        folders = [os.path.abspath(given)]
+        roots = [os.path.abspath(given)]
     elif likely:
-        folders.insert(0, os.path.abspath(likely))
+        roots.insert(0, os.path.abspath(likely))
     errors: list[UserError] = []
-    for root in folders:
+    for root in roots:
         try:
-            row = _recognize(file, root).format
-            data_set = _read(file, root, row.name if row else "", ())
+            recognized = _recognize(file, root)
+            name = recognized.format.name if recognized.format else ""
+            data_set = _read(file, root, name, ())
         except UserError as error:
             errors.append(error)
             continue
@@ -222,11 +227,13 @@ def _find_image_root(file: str, given: str, likely: str) -> tuple[str, "_DataSet
             return root, data_set
     if errors:
         raise errors[0]
-    faults = data_set.account.faults
-    raise UserError(
+    message = (
         f"the images of '{file}' were not found: set their folder with --images, or with "
-        f"--val-images for --val{f' ({faults[0].message})' if faults else ''}"
+        "--val-images for --val"
     )
+    if data_set.account.faults:
+        message += f" ({data_set.account.faults[0].message})"
+    raise UserError(message)
 
 
 def _recognize(path: str, image_root: str) -> Recognized:
@@ -236,7 +243,7 @@ def _recognize(path: str, image_root: str) -> Recognized:
 def _walk(path: str, image_root: str) -> FileTree:
     """Returns the files of a data set's folder or label file, and of the folder of its images."""
     if not os.path.isdir(path):
-        return FileTree(image_root or os.path.dirname(path), path, KINDS)
+        return FileTree(image_root or os.path.dirname(path), label_file=path, kinds=KINDS)
     tree = FileTree(path, kinds=KINDS)
     if image_root:
         tree.prefer(image_root)
@@ -279,50 +286,58 @@ def _paused_collection() -> Iterator[None]:
 def _read(path: str, image_root: str, format: str, classes: tuple[str, ...]) -> _DataSet:
     """Reads all parts of a data set, and accounts for all files below its folder."""
     tree = _walk(path, image_root)
-    found = recognize(tree)
-    if format and (found.format is None or found.format.name != format):
-        found = recognize(tree, format)
-    if found.format is None or found.labels is None:
+    recognized = recognize(tree)
+    if format and (recognized.format is None or recognized.format.name != format):
+        recognized = recognize(tree, format)
+    if recognized.format is None or recognized.labels is None:
         raise UserError(f"'{path}' has no boxes")
-    tree, account = found.tree, Account(notes=list(found.notes))
-    roles = choose_parts(found.labels.parts)
-    labels = {role: found.format.read(tree, found.labels, part) for role, part in roles.items()}
-    if set(roles.values()) == {"all"} and not found.labels.manifests and os.path.isdir(path):
-        roles, labels = _split_by_folders(tree, labels["all"], account)
-    if len(labels) == 2:
-        _separate(tree, labels, roles, account)
-    lists = [one.categories for one in labels.values() if one.categories is not None]
-    if found.format.lists_classes:
-        categories = {role: one.categories or [] for role, one in labels.items()}
-    else:
-        boxes = (box for one in labels.values() for image in one.images for box in image.boxes)
-        names = classes or sorted({box.name for box in boxes})
-        lists = [[{"id": number, "name": name} for number, name in enumerate(names)]]
-        categories = dict.fromkeys(labels, lists[0])
-    parts = {
-        role: build_annotations(
-            tree, one, categories[role], _name_part(path, roles[role], one, len(labels)), account
-        )
-        for role, one in labels.items()
+    tree = recognized.tree
+    account = Account(notes=list(recognized.notes))
+    roles = choose_parts(recognized.labels.parts)
+    labels_of = {
+        role: recognized.format.read(tree, recognized.labels, part) for role, part in roles.items()
     }
-    files = dict.fromkeys(file for one in labels.values() for file in one.files)
-    account.used["label file"] += len(files)
-    mentioned = set(files)
-    for one in labels.values():
-        for image in one.images:
+    has_parts = set(roles.values()) != {"all"} or bool(recognized.labels.manifests)
+    if not has_parts and os.path.isdir(path):
+        roles, labels_of = _split_by_folders(tree, labels_of["all"], account)
+    if len(labels_of) == 2:
+        _separate(tree, labels_of, roles, account)
+    if not recognized.format.lists_classes:
+        _set_categories(labels_of.values(), classes)
+    parts: dict[str, Annotations] = {}
+    label_files: set[str] = set()
+    mentioned: set[str] = set()
+    for role, labels in labels_of.items():
+        if len(labels.files) == 1:
+            origin = labels.files[0]
+        elif len(labels_of) == 1:
+            origin = path
+        else:
+            origin = f"{path} ({roles[role]})"
+        parts[role] = build_annotations(tree, labels, labels.categories or [], origin, account)
+        label_files.update(labels.files)
+        for image in labels.images:
             mentioned.update((image.file, image.label_file))
-    used_parts = {roles[role] for role in labels}
-    _account_for_rest(found, path, mentioned, used_parts, account)
+    account.used["label file"] += len(label_files)
+    used_parts = {roles[role] for role in labels_of}
+    _account_for_rest(recognized, path, mentioned | label_files, used_parts, account)
     for part in parts.values():
         account.notes += [note for note in part.note_classes() if note not in account.notes]
     return _DataSet(parts, account)
 
 
-def _name_part(path: str, part: str, labels: Labels, num_parts: int) -> str:
-    """Returns the only label file of a part, or the path and the part, for messages."""
-    if len(labels.files) == 1:
-        return labels.files[0]
-    return path if num_parts == 1 else f"{path} ({part})"
+def _set_categories(labels_of_parts: Collection[Labels], class_names: Sequence[str]) -> None:
+    """Sets the categories of parts whose label files list none.
+
+    They are ``class_names``, or else the sorted classes of all boxes.
+    """
+    if not class_names:
+        names = {
+            box.name for labels in labels_of_parts for image in labels.images for box in image.boxes
+        }
+        class_names = sorted(names)
+    for labels in labels_of_parts:
+        labels.categories = [{"id": id_, "name": name} for id_, name in enumerate(class_names)]
 
 
 def _split_by_folders(
@@ -337,17 +352,17 @@ def _split_by_folders(
     roles = choose_parts(parts)
     if len(roles) < 2 or "all" in parts:
         return {"all": "all"}, {"all": labels}
-    part_of_file = {file: part for part, own in parts.items() for file in own}
-    train, val = (
-        dataclasses.replace(labels, images=[], left_out=[], notes=[], is_original=False)
-        for _ in roles
-    )
-    train.left_out, train.notes = labels.left_out, labels.notes
+    part_of_file = {file: part for part, paths in parts.items() for file in paths}
+    train = dataclasses.replace(labels, images=[], is_original=False)
+    val = dataclasses.replace(labels, images=[], is_original=False, left_out=[], notes=[])
     for image in labels.images:
         part = part_of_file.get(image.file, roles["train"])
         if part not in roles.values():
             image.leave_out(f"of the part '{part}'", "this part is not used", is_fault=False)
-        (val if part == roles["val"] else train).images.append(image)
+        if part == roles["val"]:
+            val.images.append(image)
+        else:
+            train.images.append(image)
     names = " and ".join(f"'{part}'" for part in roles.values())
     account.notes.append(f"the folders of the images tell the parts {names}")
     return roles, {"train": train, "val": val}
@@ -364,45 +379,61 @@ def _separate(
       validation part is dropped.
     - A validation part without any label is dropped, so that images are held out instead.
     """
-    by_file: dict[str, dict[str, LabelledImage]] = {"train": {}, "val": {}}
-    for role, one in labels.items():
+    by_file: dict[str, dict[str, LabelledImage]] = {}
+    for role, labels_of_part in labels.items():
         by_file[role] = {
-            image.file: image for image in one.images if image.file and not image.reason
+            image.file: image for image in labels_of_part.images if image.file and not image.reason
         }
-    shared = by_file["train"].keys() & by_file["val"].keys()
-    both = []
-    for file in shared:
-        own_part = part_of(tree.relative(file), by_folder=True)
-        wrong = [
-            role
-            for role, part in roles.items()
-            if own_part in roles.values() and part != own_part
-            # A name may say that an image of the other part is meant.
-            if _tell_part(tree, by_file[role][file]) != own_part
-        ]
+    in_both = []
+    for file in by_file["train"].keys() & by_file["val"].keys():
+        entries = {role: images[file] for role, images in by_file.items()}
+        wrong = _find_wrong_entries(tree, file, entries, roles)
         if len(wrong) == 1:
-            image = by_file[wrong[0]][file]
-            image.file = ""
-            image.miss(f"its image is not there, only '{file}' of another part")
+            wrong[0].file = ""
+            wrong[0].miss(f"its image is not there, only '{file}' of another part")
         else:
-            both.append(file)
-    if both and len(both) == len(by_file["train"]):
+            in_both.append(file)
+    if in_both and len(in_both) == len(by_file["train"]):
         account.notes.append(
             f"the part '{roles['val']}' has all images of the part '{roles['train']}', and is not "
             "used for validation"
         )
         del labels["val"]
         return
-    for file in both:
+    for file in in_both:
         image = by_file["train"][file]
         image.leave_out("of the validation part", "it is used for validation", is_fault=False)
-    if both:
-        account.notes.append(f"{len(both):,} images of the validation part are not trained on")
+    if in_both:
+        account.notes.append(f"{len(in_both):,} images of the validation part are not trained on")
     val = labels["val"]
     usable = [image for image in val.images if image.reason is None]
-    if val.problem or not val.images or (usable and not any(image.boxes for image in usable)):
+    has_no_boxes = bool(usable) and not any(image.boxes for image in usable)
+    if val.problem or not val.images or has_no_boxes:
         account.notes.append(f"the part '{roles['val']}' has no labels, and is not used")
         del labels["val"]
+
+
+def _find_wrong_entries(
+    tree: FileTree, file: str, entries: Mapping[str, LabelledImage], roles: Mapping[str, str]
+) -> list[LabelledImage]:
+    """Returns the entries of a file that are in the labels of another part than its folder tells.
+
+    An entry is not wrong if its name says that an image of the other part is meant.
+
+    Args:
+        tree: the files of the data set.
+        file: path of an image.
+        entries: its entries by role.
+        roles: maps roles to parts.
+    """
+    part_of_file = part_of(tree.relative(file), by_folder=True)
+    if part_of_file not in roles.values():
+        return []
+    return [
+        entries[role]
+        for role, part in roles.items()
+        if part != part_of_file and _tell_part(tree, entries[role]) != part_of_file
+    ]
 
 
 def _tell_part(tree: FileTree, image: LabelledImage) -> str | None:
@@ -412,7 +443,7 @@ def _tell_part(tree: FileTree, image: LabelledImage) -> str | None:
 
 
 def _account_for_rest(
-    found: Recognized,
+    recognized: Recognized,
     path: str,
     mentioned: Collection[str],
     parts: Collection[str],
@@ -421,31 +452,33 @@ def _account_for_rest(
     """Adds the files that no reader has mentioned to an account.
 
     Args:
-        found: the data set.
+        recognized: the data set.
         path: the folder or file of the data set, as it was given.
         mentioned: files that readers have mentioned.
         parts: names of the parts that are used.
         account: the account, which is changed.
     """
-    tree = found.tree
+    tree = recognized.tree
     unread = frozenset(tree.unread_images)
     kinds = {file: kind for kind, files in tree.label_files.items() for file in files}
-    why = _explain_unused(found, parts)
-    own_kind = found.format.kinds[0].name if found.format else ""
-    foreign = find_foreign_labels(tree, own_kind) if found.format else {}
+    kind_of_unused, reason_of_unused = _explain_unused(recognized, parts)
+    foreign: Mapping[str, str] = {}
+    if recognized.format:
+        foreign = find_foreign_labels(tree, recognized.format.kinds[0].name)
 
     def leave_out(file: str, kind: str, reason: str, item: Item) -> None:
-        account.left_out.append(LeftOut(kind, f"'{file}'", reason, item, False))
+        account.left_out.append(LeftOut(kind, f"'{file}'", reason, item, is_fault=False))
 
     for file in (*tree.all_images, *tree.others):
         if file in mentioned:
             continue
         is_image = file in tree.image_set
-        item: Item = "image" if is_image else "label file" if file in kinds else "other file"
+        if not is_image and file not in kinds:
+            leave_out(file, "without labels", "it has no labels that are read", "other file")
+            continue
+        item: Item = "image" if is_image else "label file"
         part = part_of(tree.relative(file), by_folder=is_image)
-        if item == "other file":
-            leave_out(file, "without labels", "it has no labels that are read", item)
-        elif part and part not in parts and "all" not in parts:
+        if part and part not in parts and "all" not in parts:
             leave_out(file, f"of the part '{part}'", "this part is not used", item)
         elif file in unread:
             leave_out(file, "in a format that is not read", "and no label file names it", item)
@@ -454,7 +487,7 @@ def _account_for_rest(
             kind = "with labels in another format"
             account.left_out.append(LeftOut(kind, f"'{file}'", reason))
         elif is_image:
-            leave_out(file, *why, item)
+            leave_out(file, kind_of_unused, reason_of_unused, item)
         else:
             reason = f"its {kinds[file]} labels are not those of a used image"
             leave_out(file, "not used", reason, item)
@@ -468,51 +501,54 @@ def _account_for_rest(
             if not tree.has(file) and file not in mentioned and file not in tree.others:
                 item = "image" if file in whole.image_set else "other file"
                 leave_out(file, "outside the data set", reason, item)
-        account.left_out += [one for one in whole.skipped if not tree.has(one.where)]
+        account.left_out += [link for link in whole.skipped if not tree.has(link.where)]
 
 
-def _explain_unused(found: Recognized, parts: Collection[str]) -> tuple[str, str]:
+def _explain_unused(recognized: Recognized, parts: Collection[str]) -> tuple[str, str]:
     """Returns the kind and the reason of images that no used part of a data set has."""
-    if found.labels is None:
+    labels = recognized.labels
+    if labels is None:
         return "in no class folder", "only images in class folders are used"
-    if found.labels.manifests:
-        lists = " and ".join(f"'{file}'" for file in found.labels.manifests)
+    if labels.manifests:
+        lists = " and ".join(f"'{file}'" for file in labels.manifests)
         return "in no part of the data set", f"it is not listed by {lists}"
-    unused = sorted(set(found.labels.parts) - set(parts))
+    unused = sorted(set(labels.parts) - set(parts))
     if unused:
-        others = " and ".join("what has no part" if one == "all" else f"'{one}'" for one in unused)
-        return "outside the used parts", f"{others} is not used"
+        names = ["what has no part" if part == "all" else f"'{part}'" for part in unused]
+        return "outside the used parts", f"{' and '.join(names)} is not used"
     return "without labels", "no label file names it"
 
 
-def _account_for_classes(found: Recognized, path: str) -> Account:
+def _account_for_classes(recognized: Recognized, path: str) -> Account:
     """Returns the account of a set of class folders."""
-    account = Account(notes=list(found.notes))
-    used = {
-        file
-        for folder in found.folders.values()
-        for file in found.tree.images
-        if is_below(file, folder) and os.path.dirname(file) != folder
-    }
-    account.used["image"] = len(used)
-    stray = [
-        file for file in found.tree.all_images if os.path.dirname(file) in found.folders.values()
-    ]
-    for file in stray:
-        reason = f"it is in no class folder of '{os.path.dirname(file)}'"
-        account.left_out.append(LeftOut("in no class folder", f"'{file}'", reason))
-    for file in found.tree.unread_images:
-        if file not in stray and any(is_below(file, one) for one in found.folders.values()):
+    tree = recognized.tree
+    folders = list(recognized.folders.values())
+    account = Account(notes=list(recognized.notes))
+    mentioned: set[str] = set()
+    for file in tree.images:
+        is_inside = any(is_below(file, folder) for folder in folders)
+        if is_inside and os.path.dirname(file) not in folders:
+            account.used["image"] += 1
+            mentioned.add(file)
+    for file in tree.all_images:
+        if os.path.dirname(file) in folders:
+            reason = f"it is in no class folder of '{os.path.dirname(file)}'"
+            account.left_out.append(LeftOut("in no class folder", f"'{file}'", reason))
+            mentioned.add(file)
+    for file in tree.unread_images:
+        is_inside = any(is_below(file, folder) for folder in folders)
+        if is_inside and file not in mentioned:
             kind, reason = describe_format(file)
             account.left_out.append(LeftOut(kind, f"'{file}'", reason))
-            used.add(file)
-    _account_for_rest(found, path, used | set(stray), set(found.folders), account)
+            mentioned.add(file)
+    _account_for_rest(recognized, path, mentioned, set(recognized.folders), account)
     return account
 
 
 def register_coco_json(name: str, json_file: PathLike, image_root: PathLike) -> None:
     """Registers a COCO file. Raises a ``UserError`` if the name is in use for other files."""
-    path, root = os.path.abspath(json_file), os.path.abspath(image_root)
+    path = os.path.abspath(json_file)
+    root = os.path.abspath(image_root)
     if is_new(name, json_file=path, image_root=root, unlabelled=None):
         register_coco_instances(name, {}, path, root)
 
@@ -523,7 +559,8 @@ def register_coco_images(name: str, json_file: PathLike, image_root: PathLike) -
     The file is read when the set is first loaded, and only needs the list "images". Registering the
     same files again does nothing. Raises a ``UserError`` if the name is in use for other files.
     """
-    path, root = os.path.abspath(json_file), os.path.abspath(image_root)
+    path = os.path.abspath(json_file)
+    root = os.path.abspath(image_root)
     if not is_new(name, json_file=path, image_root=root, unlabelled=True):
         return
     DatasetCatalog.register(name, lambda: load_coco_images(path, root))
@@ -544,10 +581,11 @@ def load_coco_images(json_file: PathLike, image_root: PathLike) -> list[dict[str
 
 def list_image_records(annotations: Annotations) -> list[dict[str, Any]]:
     """Returns ``file_name`` and ``image_id`` of every image, sorted by id."""
-    return [
-        {"file_name": os.path.join(annotations.image_root, one["file_name"]), "image_id": one["id"]}
-        for one in sorted(annotations.images, key=lambda image: int(image["id"]))
-    ]
+    records = []
+    for image in sorted(annotations.images, key=lambda image: int(image["id"])):
+        path = os.path.join(annotations.image_root, image["file_name"])
+        records.append({"file_name": path, "image_id": image["id"]})
+    return records
 
 
 def register_source(
@@ -640,7 +678,8 @@ def unpack(path: str) -> str:
                 tempfile.TemporaryDirectory(prefix=".zip_", dir=folder.parent) as partial,
             ):
                 size = sum(entry.file_size for entry in archive.infolist())
-                if size > min(_MOST_EXPANSION * state.st_size, shutil.disk_usage(partial).free):
+                free = shutil.disk_usage(partial).free
+                if size > free or size > _MAX_EXPANSION * state.st_size:
                     raise UserError(f"'{path}' would unpack to {format_bytes(size)}")
                 archive.extractall(Path(partial, "set"))  # drops ".." and absolute paths
                 os.replace(Path(partial, "set"), folder)
@@ -649,4 +688,6 @@ def unpack(path: str) -> str:
                 return unpack(path)
             raise UserError(f"'{path}' cannot be unpacked: {one_line(error)}") from error
     inner = [entry for entry in folder.iterdir() if not entry.name.startswith((".", "__MACOSX"))]
-    return str(inner[0] if len(inner) == 1 else folder)
+    if len(inner) == 1:
+        return str(inner[0])
+    return str(folder)

@@ -2,8 +2,8 @@
 """Holds out validation images, and remembers which images a run has trained on.
 
 ``split.json`` lists the names of the images that a run trains on, and of those that it holds out.
-``seen_images.json`` has a fingerprint of each, so that a later run that starts from the weights
-keeps every image on its side, also if its file has been moved or renamed.
+``seen_images.json`` has a fingerprint of each image. A later run that starts from the weights uses
+it to keep every image on its side, also if the file has been moved or renamed.
 """
 
 import hashlib
@@ -26,7 +26,9 @@ from .sources import Source
 
 SPLIT_FILE = "split.json"
 SEEN_FILE = "seen_images.json"
-_NUM_BLOCKS, _BLOCK = 16, 4096  # evenly spaced parts of a large file, and their bytes
+# A large file is read in evenly spaced blocks.
+_NUM_BLOCKS = 16
+_BLOCK_SIZE = 4096  # bytes
 
 
 @dataclass(frozen=True)
@@ -65,24 +67,30 @@ class SeenImages:
 def fingerprint_images(paths: Sequence[str]) -> dict[str, str]:
     """Maps paths to fingerprints of the files, without those that cannot be read.
 
-    A fingerprint is a hash of the size and the content; of large files, of 64 KiB of the content.
+    A fingerprint is a hash of the size and the content. Of large files, only 64 KiB are hashed.
     """
-    found = zip(paths, run_threads(_fingerprint, paths, "Reading fingerprints"), strict=True)
-    return {path: fingerprint for path, fingerprint in found if fingerprint}
+    fingerprints = run_threads(_fingerprint, paths, "Reading fingerprints")
+    return {
+        path: fingerprint
+        for path, fingerprint in zip(paths, fingerprints, strict=True)
+        if fingerprint is not None
+    }
 
 
-def _fingerprint(path: str) -> str:
+def _fingerprint(path: str) -> str | None:
+    """Returns the fingerprint of a file, or None if it cannot be read."""
     try:
         with open(path, "rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             digest = hashlib.blake2b(str(size).encode(), digest_size=12)
-            if size <= _NUM_BLOCKS * _BLOCK:
+            if size <= _NUM_BLOCKS * _BLOCK_SIZE:
                 digest.update(stream.read())
-            for number in range(_NUM_BLOCKS) if size > _NUM_BLOCKS * _BLOCK else ():
-                stream.seek(number * (size - _BLOCK) // (_NUM_BLOCKS - 1))
-                digest.update(stream.read(_BLOCK))
+            else:
+                for number in range(_NUM_BLOCKS):
+                    stream.seek(number * (size - _BLOCK_SIZE) // (_NUM_BLOCKS - 1))
+                    digest.update(stream.read(_BLOCK_SIZE))
     except OSError:
-        return ""
+        return None
     return digest.hexdigest()
 
 
@@ -114,25 +122,27 @@ def split_source(
     names, paths, groups = _list_images(source, annotations)
     sides: dict[int, str] = {}
     if seen.train or seen.val:
-        prints = fingerprint_images(paths)
+        fingerprints = fingerprint_images(paths)
         for index, path in enumerate(paths):
-            if (fingerprint := prints.get(path)) in seen.train:
+            fingerprint = fingerprints.get(path)
+            if fingerprint in seen.train:
                 sides[index] = "train"
             elif fingerprint in seen.val:
                 sides[index] = "val"
     new = [index for index in range(len(names)) if index not in sides]
-    chosen = choose_val([groups[index] for index in new], fraction=fraction, seed=seed)
+    held_out = choose_val([groups[index] for index in new], fraction=fraction, seed=seed)
     for place, index in enumerate(new):
-        sides[index] = "val" if place in chosen else "train"
+        sides[index] = "val" if place in held_out else "train"
     parts: dict[str, list[str]] = {"train": [], "val": []}
     for index, name in enumerate(names):
         parts[sides[index]].append(name)
     if not parts["train"] or not parts["val"]:
-        num_known = len(names) - len(new)
-        known = f", of which the weights know {num_known:,}," if num_known else ""
+        images = f"{len(names)} images"
+        if len(new) < len(names):
+            images += f", of which the weights know {len(names) - len(new):,},"
         raise UserError(
-            f"a share of {fraction:g} of {len(names)} images{known} cannot be held out: pass a "
-            "validation set with --val, or disable evaluation with DATASETS.VAL_FRACTION 0"
+            f"a share of {fraction:g} of {images} cannot be held out: pass a validation set with "
+            "--val, or disable evaluation with DATASETS.VAL_FRACTION 0"
         )
     return {"seed": seed, "fraction": fraction, **parts}
 
@@ -168,11 +178,11 @@ def choose_val(groups: Sequence[Hashable], *, fraction: float, seed: int) -> set
     # At least one image is held out, if there are two.
     start = max(generator.random(), 1 - len(order) * fraction)
     # For a fraction of 1/5, this is every fifth image in the order of groups, from a random start.
-    return {
-        index
-        for place, (_, _, index) in enumerate(order)
-        if int((place + 1) * fraction + start) > int(place * fraction + start)
-    }
+    held_out = set()
+    for place, (_, _, index) in enumerate(order):
+        if int((place + 1) * fraction + start) > int(place * fraction + start):
+            held_out.add(index)
+    return held_out
 
 
 def group_by_rarest_class(annotations: Annotations) -> list[Hashable]:
@@ -181,15 +191,15 @@ def group_by_rarest_class(annotations: Annotations) -> list[Hashable]:
     An image without boxes gets None. Crowd boxes do not count. Of equally rare classes, the one
     with the lower id is returned.
     """
-    classes: dict[int, set[int]] = {image["id"]: set() for image in annotations.images}
+    classes_of_image: dict[int, set[int]] = {image["id"]: set() for image in annotations.images}
     for entry in annotations.annotations:
         if not entry.get("iscrowd", 0):
-            classes[entry["image_id"]].add(entry["category_id"])
-    counts = Counter(class_id for own in classes.values() for class_id in own)
-    return [
-        min(own, key=lambda class_id: (counts[class_id], class_id)) if own else None
-        for own in classes.values()
-    ]
+            classes_of_image[entry["image_id"]].add(entry["category_id"])
+    num_images = Counter(id_ for class_ids in classes_of_image.values() for id_ in class_ids)
+    groups: list[Hashable] = []
+    for class_ids in classes_of_image.values():
+        groups.append(min(class_ids, key=lambda id_: (num_images[id_], id_), default=None))
+    return groups
 
 
 def read_split(path: str | Path) -> dict[str, Any]:

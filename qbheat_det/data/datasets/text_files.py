@@ -26,17 +26,17 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-_LARGEST_CELL = 100_000_000  # characters
-_LARGEST_XML = 100_000_000  # bytes
-_HIGH = re.compile(rb"[\x80-\xff]+")
+_MAX_CELL_LENGTH = 100_000_000  # characters
+_MAX_XML_SIZE = 100_000_000  # bytes
+_NON_ASCII = re.compile(rb"[\x80-\xff]+")
 # Encodings to compare, the most usual ones first.
 _EUROPEAN = ("cp1252", "cp1250", "cp1254", "cp1257")
 _OTHERS = (
     *("gb18030", "cp932", "cp949", "big5", "euc_jp", "cp1251", "koi8_r", "cp1253", "cp1255"),
     *("cp1256", "cp874", "cp1252"),
 )
-_CERTAIN = 0.5  # smallest coherence at which a detected language decides
-_SAMPLE = 1_000_000  # bytes from which an encoding is detected
+_MIN_COHERENCE = 0.5  # from which a detected language decides
+_SAMPLE_SIZE = 1_000_000  # bytes from which an encoding is detected
 _DECLARATION = re.compile(rb"""^\s*<\?xml[^>]*?encoding\s*=\s*["']([A-Za-z0-9._-]+)["'][^>]*\?>""")
 
 
@@ -65,36 +65,43 @@ def decode(content: bytes) -> Text:
             return Text(text)
     except UnicodeDecodeError:
         pass
-    encoding = _detect(content[:_SAMPLE])
+    encoding = _detect_encoding(content[:_SAMPLE_SIZE])
     try:
         return Text(content.decode(encoding), encoding)
     except UnicodeDecodeError as error:
         raise UnreadableFileError(f"it is damaged: {one_line(error)}") from error
 
 
-def _detect(content: bytes) -> str:
+def _detect_encoding(content: bytes) -> str:
     """Returns the most probable encoding.
 
     ``charset_normalizer`` compares encodings, but label files are too short to compare all of them.
     Accented letters between plain ones show a Western or Central European encoding.
     """
     if b"\0" in content:  # of Latin letters in UTF-16
-        is_little = content[1::2].count(0) > content[::2].count(0)
-        return "utf_16_le" if is_little else "utf_16_be"
-    runs = _HIGH.findall(content)
+        is_little_endian = content[1::2].count(0) > content[::2].count(0)
+        return "utf_16_le" if is_little_endian else "utf_16_be"
+    runs = _NON_ASCII.findall(content)
     is_accented = sum(len(run) == 1 for run in runs) > len(runs) / 2
-    if is_accented and (matches := _compare(content, _EUROPEAN)):
-        coherent = max(matches, key=lambda one: one.coherence)
-        is_usual = any(_EUROPEAN[0] in one.could_be_from_charset for one in matches)
-        return coherent.encoding if coherent.coherence > _CERTAIN or not is_usual else _EUROPEAN[0]
-    matches = _compare(content, _OTHERS)
+    if is_accented:
+        matches = list(charset_normalizer.from_bytes(content, cp_isolation=list(_EUROPEAN)))
+        if matches:
+            return _choose_european(matches)
+    matches = list(charset_normalizer.from_bytes(content, cp_isolation=list(_OTHERS)))
     if not matches:
         raise UnreadableFileError("it is not text in any known encoding")
-    return min(matches, key=lambda one: (one.chaos, _OTHERS.index(one.encoding))).encoding
+    best = min(matches, key=lambda match: (match.chaos, _OTHERS.index(match.encoding)))
+    return best.encoding
 
 
-def _compare(content: bytes, encodings: Sequence[str]) -> list[charset_normalizer.CharsetMatch]:
-    return list(charset_normalizer.from_bytes(content, cp_isolation=list(encodings)))
+def _choose_european(matches: Sequence[charset_normalizer.CharsetMatch]) -> str:
+    """Returns the most usual encoding, unless it is impossible or another one is likelier."""
+    best = max(matches, key=lambda match: match.coherence)
+    usual = _EUROPEAN[0]
+    is_possible = any(usual in match.could_be_from_charset for match in matches)
+    if is_possible and best.coherence <= _MIN_COHERENCE:
+        return usual
+    return best.encoding
 
 
 def read_text(file: str | Path) -> Text:
@@ -129,13 +136,13 @@ def read_rows(file: str | Path, delimiter: str = ",") -> list[tuple[int, list[st
     """
     stream = io.StringIO(read_text(file).content, newline="")
     rows = csv.reader(stream, delimiter=delimiter)
-    before = csv.field_size_limit(_LARGEST_CELL)  # masks in a cell can be long
+    previous_limit = csv.field_size_limit(_MAX_CELL_LENGTH)  # masks in a cell can be long
     try:
         return [(rows.line_num, row) for row in rows]
     except csv.Error as error:
         raise UnreadableFileError(f"it cannot be read as a table: {one_line(error)}") from error
     finally:
-        csv.field_size_limit(before)
+        csv.field_size_limit(previous_limit)
 
 
 def read_table(file: str | Path) -> list[dict[str, str]]:
@@ -144,8 +151,10 @@ def read_table(file: str | Path) -> list[dict[str, str]]:
     Raises an ``UnreadableFileError`` if the file cannot be read.
     """
     rows = [row for _, row in read_rows(file)]
-    header = rows[0] if rows else []
-    return [dict(zip(header, row, strict=False)) for row in rows[1:] if any(row)]
+    if not rows:
+        return []
+    header, *body = rows
+    return [dict(zip(header, row, strict=False)) for row in body if any(row)]
 
 
 def number_lines(text: str) -> list[tuple[int, str]]:
@@ -161,20 +170,23 @@ def parse_xml(file: str | Path) -> ElementTree.Element:
     """
     try:
         path = Path(file)
-        if path.stat().st_size > _LARGEST_XML:
+        if path.stat().st_size > _MAX_XML_SIZE:
             raise UnreadableFileError("it is too large for a file of labels")
         content = path.read_bytes()
-        declared = _DECLARATION.match(content)
-        is_utf8 = not declared or declared[1].lower() in (b"utf-8", b"utf8", b"ascii")
-        text = content if is_utf8 and _is_utf8(content) else _decode_xml(content).encode()
-        if b"<!DOCTYPE" in text or b"<!ENTITY" in text:
+        if not _is_utf8_xml(content):
+            content = _decode_xml(content).encode()
+        if b"<!DOCTYPE" in content or b"<!ENTITY" in content:
             raise UnreadableFileError("it has a DOCTYPE, which may expand without limit")
-        return ElementTree.fromstring(text)
+        return ElementTree.fromstring(content)
     except (OSError, ElementTree.ParseError, LookupError, UnicodeDecodeError) as error:
         raise UnreadableFileError(f"it cannot be read as XML: {one_line(error)}") from error
 
 
-def _is_utf8(content: bytes) -> bool:
+def _is_utf8_xml(content: bytes) -> bool:
+    """Whether XML is in UTF-8, and declares no other encoding."""
+    declared = _DECLARATION.match(content)
+    if declared and declared[1].lower() not in (b"utf-8", b"utf8", b"ascii"):
+        return False
     try:
         content.decode()
     except UnicodeDecodeError:
@@ -187,9 +199,10 @@ def _decode_xml(content: bytes) -> str:
     declared = _DECLARATION.match(content)
     if declared and not content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         try:
+            encoding = declared[1].decode().lower()
             # GBK contains GB2312, and GB18030 contains GBK. Files often have characters of these.
-            name = declared[1].decode().lower()
-            encoding = "gb18030" if name in ("gb2312", "gbk") else name
+            if encoding in ("gb2312", "gbk"):
+                encoding = "gb18030"
             return content[declared.end() :].decode(encoding)
         except (LookupError, UnicodeDecodeError):
             content = content[declared.end() :]

@@ -29,15 +29,21 @@ from .detection import DetectionMapper, DetrDatasetMapper, TileMapper, build_det
 from .upright import UprightMapper
 
 __all__ = [
-    "ClassificationMapper", "DetectionMapper", "DetrDatasetMapper", "PretrainingMapper",
-    "TileMapper", "TwoViewMapper", "UprightMapper", "build_detr_crop",
-]  # fmt: skip
+    "ClassificationMapper",
+    "DetectionMapper",
+    "DetrDatasetMapper",
+    "PretrainingMapper",
+    "TileMapper",
+    "TwoViewMapper",
+    "UprightMapper",
+    "build_detr_crop",
+]
 
 Mapper = Callable[[dict[str, Any]], dict[str, Any] | DataError | None]
 """Maps a record to a dict of a batch. None and errors skip the image. Errors are reported."""
 
 VIEW_ROW = "view_row"
-"""Key of a record. Its value is the index in the data set, from which caches find its views."""
+"""Key of a record. Its value is the index in the data set, by which caches look up its views."""
 VIEW_SEED = "view_seed"
 """Key of a record. Its value determines the random numbers of its views."""
 
@@ -122,22 +128,28 @@ class FixedViews:
 
     def view(self, dataset_dict: dict[str, Any], number: int) -> dict[str, Any] | DataError | None:
         """Returns the mapper's output for view ``number``, from 0 to K - 1, of a record."""
-        kept = {k: v for k, v in dataset_dict.items() if k not in (VIEW_ROW, VIEW_SEED)}
+        record = dict(dataset_dict)
+        record.pop(VIEW_ROW, None)
+        view_seed = record.pop(VIEW_SEED)
         with preserved_randomness():
-            seed_place(self.seed, VIEW, dataset_dict[VIEW_SEED], number)
-            return self.mapper(kept)
+            seed_place(self.seed, VIEW, view_seed, number)
+            return self.mapper(record)
 
 
 def choose_view(count: int) -> int:
     """Draws a view number below ``count``. Does not draw a random number if ``count`` is 1."""
-    return 0 if count == 1 else int(torch.randint(count, ()))
+    if count == 1:
+        return 0
+    return int(torch.randint(count, ()))
 
 
 def find_root(records: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
     """Returns the innermost folder that contains all files, and their paths relative to it."""
-    names = [os.path.abspath(os.fspath(record["file_name"])) for record in records]
-    root = os.path.commonpath([os.path.dirname(name) for name in names]) if names else ""
-    return root, [os.path.relpath(name, root) for name in names]
+    if not records:
+        return "", []
+    paths = [os.path.abspath(os.fspath(record["file_name"])) for record in records]
+    root = os.path.commonpath([os.path.dirname(path) for path in paths])
+    return root, [os.path.relpath(path, root) for path in paths]
 
 
 def number_records(dataset: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -146,8 +158,9 @@ def number_records(dataset: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     The seed depends on the file's relative path and the tile, so it does not change if other images
     of the same folder are added to the data set.
     """
+    _, names = find_root(dataset)
     numbered = []
-    for row, (record, name) in enumerate(zip(dataset, find_root(dataset)[1], strict=True)):
+    for row, (record, name) in enumerate(zip(dataset, names, strict=True)):
         seed = zlib.crc32(os.fsencode(f"{name} {record.get(TILE, '')}"))
         numbered.append({**record, VIEW_ROW: row, VIEW_SEED: seed})
     return numbered

@@ -30,17 +30,24 @@ from torchvision.transforms.v2 import functional as F
 from qbheat_det.data.checks import DataError, check_input_keys
 from qbheat_det.data.images import Box, name_unreadable, open_image, resize
 
-# MoCo v2's largest changes of brightness, contrast, saturation and hue, its [min, max] blur in
-# pixels, and the probabilities of these augmentations.
-JITTER, BLUR_SIGMA = (0.4, 0.4, 0.4, 0.1), (0.1, 2.0)
-_JITTERED, _GREY, _BLURRED = 0.8, 0.2, 0.5
-_RATIO = (3 / 4, 4 / 3)  # [min, max] aspect ratio of a crop, whose logarithm is uniform
-_FLIPS: dict[str, tuple[int, ...]] = {"none": (), "horizontal": (2,), "vertical": (1,)}
-_REACH = 3.0  # radius of a blur's kernel, in standard deviations
-_KEPT = ("file_name", "image_id", "label", "place")
-_LARGEST_MAGNITUDE = 10  # largest magnitude on timm's scale
-_LARGEST_DRAWN = 9.99  # at 10, posterizing would keep no bits, which Pillow does not support
-_TRANSLATION = 0.45  # largest shift, relative to the side, as in timm
+# The augmentations of MoCo v2.
+JITTER = (0.4, 0.4, 0.4, 0.1)
+"""Largest changes of brightness, contrast, saturation and hue."""
+BLUR_SIGMA = (0.1, 2.0)
+"""[min, max] of a blur's standard deviation, in pixels."""
+_JITTER_PROBABILITY = 0.8
+_GREY_PROBABILITY = 0.2
+_BLUR_PROBABILITY = 0.5
+_BLUR_RADIUS = 3.0  # of the kernel, in standard deviations
+
+_ASPECT_RATIO = (3 / 4, 4 / 3)  # [min, max] of a crop; its logarithm is uniform
+_FLIPPED_DIMS: dict[str, tuple[int, ...]] = {"none": (), "horizontal": (2,), "vertical": (1,)}
+_COPIED_KEYS = ("file_name", "image_id", "label", "place")
+
+# RandAugment in timm.
+_MAX_MAGNITUDE = 10
+_MAX_DRAWN_MAGNITUDE = 9.99  # at 10, posterizing would keep no bits, which Pillow does not support
+_MAX_TRANSLATION = 0.45  # relative to the side
 
 
 class PretrainingMapper:
@@ -81,16 +88,15 @@ class PretrainingMapper:
             ("PRETRAIN.SCALE", scale, is_scale, "[min, max] with 0 < min <= max <= 1"),
             ("PRETRAIN.SIZE", size, size >= 1, "at least 1 pixel"),
             ("CLASSIFY.TEST_CROP", test_crop, 0 < test_crop <= 1, "above 0 and at most 1"),
-            ("RANDOM_FLIP", flip, flip in _FLIPS, f"one of {', '.join(_FLIPS)}"),
+            ("RANDOM_FLIP", flip, flip in _FLIPPED_DIMS, f"one of {', '.join(_FLIPPED_DIMS)}"),
             ("FORMAT", pixel_format, pixel_format in ("RGB", "BGR"), "RGB or BGR"),
         )
         self.size = size
-        self.scale = scale[0], scale[1]
+        self.scale = (scale[0], scale[1])
         self.test_crop = test_crop
         self.is_train = is_train
         self.pixel_format = pixel_format
-        self._flipped = _FLIPS[flip]
-        self._reversed = (0,) if pixel_format == "BGR" else ()
+        self._flipped_dims = _FLIPPED_DIMS[flip]
 
     @classmethod
     def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
@@ -111,22 +117,30 @@ class PretrainingMapper:
                 pixels = picture.read(box, self.size)
         except Exception as error:  # the type depends on the format's decoder
             return name_unreadable(file_name, error)
-        is_flipped = self.is_train and bool(self._flipped) and bool(torch.rand(()) < 0.5)
-        reverse = self._reversed + (self._flipped if is_flipped else ())
         image = resize(pixels, self.size, self.size)
-        image = image.flip(reverse) if reverse else image
-        kept = {key: dataset_dict[key] for key in _KEPT if key in dataset_dict}
-        return {**kept, "image": image.contiguous()}
+        # One flip reverses all dimensions, as each copies the image.
+        reversed_dims: tuple[int, ...] = ()
+        if self.pixel_format == "BGR":
+            reversed_dims += (0,)
+        if self.is_train and self._flipped_dims and torch.rand(()) < 0.5:
+            reversed_dims += self._flipped_dims
+        if reversed_dims:
+            image = image.flip(reversed_dims)
+        copied = {key: dataset_dict[key] for key in _COPIED_KEYS if key in dataset_dict}
+        return {**copied, "image": image.contiguous()}
 
-    def _choose_box(self, width: int, height: int) -> Box:
+    def _choose_box(self, image_width: int, image_height: int) -> Box:
+        """Returns the central square in inference, and a random box in training."""
         if not self.is_train:
-            side = max(1, round(self.test_crop * min(width, height)))
-            left, top = (width - side) // 2, (height - side) // 2
+            side = max(1, round(self.test_crop * min(image_width, image_height)))
+            left = (image_width - side) // 2
+            top = (image_height - side) // 2
             return left, top, left + side, top + side
-        without_pixels = torch.empty(3, height, width, device="meta")
-        params = RandomResizedCrop.get_params(without_pixels, list(self.scale), list(_RATIO))
-        top, left, tall, wide = params
-        return left, top, left + wide, top + tall
+        without_pixels = torch.empty(3, image_height, image_width, device="meta")
+        top, left, height, width = RandomResizedCrop.get_params(
+            without_pixels, list(self.scale), list(_ASPECT_RATIO)
+        )
+        return left, top, left + width, top + height
 
 
 class TwoViewMapper:
@@ -141,9 +155,9 @@ class TwoViewMapper:
         """``crop`` crops and flips images. If it is for inference, there is only one view."""
         self._crop = crop
         changes = [
-            v2.RandomApply([v2.ColorJitter(*JITTER)], p=_JITTERED),
-            v2.RandomGrayscale(p=_GREY),
-            v2.RandomApply([_blur], p=_BLURRED),
+            v2.RandomApply([v2.ColorJitter(*JITTER)], p=_JITTER_PROBABILITY),
+            v2.RandomGrayscale(p=_GREY_PROBABILITY),
+            v2.RandomApply([_blur], p=_BLUR_PROBABILITY),
         ]
         self._augment = ColourChange(v2.Compose(changes), crop.pixel_format)
 
@@ -155,33 +169,37 @@ class TwoViewMapper:
         entry = self._crop(dataset_dict)
         if isinstance(entry, DataError) or not self._crop.is_train:
             return entry
-        other = self._crop(dataset_dict)
-        if isinstance(other, DataError):
-            return other
-        views = {"image": entry["image"], "image_key": other["image"]}
-        return {**entry, **{key: self._augment(view) for key, view in views.items()}}
+        second = self._crop(dataset_dict)
+        if isinstance(second, DataError):
+            return second
+        query = self._augment(entry["image"])
+        key = self._augment(second["image"])
+        return {**entry, "image": query, "image_key": key}
 
 
 class ColourChange:
     """Applies a transform of RGB images to images (3, H, W) in ``pixel_format``."""
 
     def __init__(self, change: Callable[[Tensor], Tensor], pixel_format: str) -> None:
-        self._change, self._is_rgb = change, pixel_format == "RGB"
+        self._change = change
+        self._is_rgb = pixel_format == "RGB"
 
     def __call__(self, image: Tensor) -> Tensor:
-        changed = self._change(image if self._is_rgb else image.flip(0))
-        return (changed if self._is_rgb else changed.flip(0)).contiguous()
+        if self._is_rgb:
+            return self._change(image).contiguous()
+        return self._change(image.flip(0)).flip(0).contiguous()
 
 
 def _blur(image: Tensor) -> Tensor:
     """Blurs an image (3, S, S), uint8, by a random Gaussian."""
     sigma = float(torch.empty(()).uniform_(*BLUR_SIGMA))
     # The radius is at most the image's side, as the time of a blur grows with its square.
-    radius = min(math.ceil(_REACH * sigma), image.shape[-1] - 1)
-    return F.gaussian_blur(image, [2 * radius + 1] * 2, [sigma] * 2)
+    radius = min(math.ceil(_BLUR_RADIUS * sigma), image.shape[-1] - 1)
+    kernel_size = 2 * radius + 1
+    return F.gaussian_blur(image, [kernel_size, kernel_size], [sigma, sigma])
 
 
-def _change_picture(change: Callable[[Image.Image], Image.Image], image: Tensor) -> Tensor:
+def _apply_to_pillow(change: Callable[[Image.Image], Image.Image], image: Tensor) -> Tensor:
     """Applies a transform of Pillow's images to an image (3, S, S), uint8."""
     picture = change(Image.fromarray(image.permute(1, 2, 0).numpy()))
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
@@ -216,9 +234,12 @@ class ClassificationMapper:
         Raises:
             UserError: a value is invalid.
         """
-        magnitude, deviation = rand_augment if len(rand_augment) == 2 else (-1, -1)
-        is_pair = magnitude in range(_LARGEST_MAGNITUDE + 1) and deviation >= 0
-        pair = f"empty or [whole number up to {_LARGEST_MAGNITUDE}, standard deviation]"
+        is_pair = (
+            len(rand_augment) == 2
+            and rand_augment[0] in range(_MAX_MAGNITUDE + 1)
+            and rand_augment[1] >= 0
+        )
+        pair = f"empty or [whole number up to {_MAX_MAGNITUDE}, standard deviation]"
         check_input_keys(
             ("CLASSIFY.RAND_AUGMENT", rand_augment, not len(rand_augment) or is_pair, pair),
             ("CLASSIFY.RANDOM_ERASING", random_erasing, 0 <= random_erasing <= 1, "in [0, 1]"),
@@ -226,24 +247,26 @@ class ClassificationMapper:
         self._crop = crop
         self._augment = None
         if crop.is_train and rand_augment:
+            magnitude, deviation = rand_augment
             mean = [round(value) for value in pixel_mean]
-            is_bgr = crop.pixel_format == "BGR"
+            if crop.pixel_format == "BGR":
+                mean.reverse()
             change = rand_augment_transform(
                 f"rand-m{int(magnitude)}-mstd{deviation:f}-inc1",
                 {
-                    "translate_const": int(_TRANSLATION * crop.size),
-                    "magnitude_max": _LARGEST_DRAWN,
-                    "img_mean": tuple(reversed(mean) if is_bgr else mean),
+                    "translate_const": int(_MAX_TRANSLATION * crop.size),
+                    "magnitude_max": _MAX_DRAWN_MAGNITUDE,
+                    "img_mean": tuple(mean),
                 },
             )
-            self._augment = ColourChange(partial(_change_picture, change), crop.pixel_format)
-        self._erasing = None
-        if crop.is_train and random_erasing:
-            self._erasing = random_erasing, RandomErasing(1.0, mode="pixel", device="cpu")
-        self._mean, self._std = (
-            torch.tensor(values, dtype=torch.float32).view(3, 1, 1)
-            for values in (pixel_mean, pixel_std)
-        )
+            self._augment = ColourChange(partial(_apply_to_pillow, change), crop.pixel_format)
+        self._erasing_probability = 0.0
+        if crop.is_train:
+            self._erasing_probability = random_erasing
+        # It always erases: the mapper itself decides, to normalize only images that are erased.
+        self._erase = RandomErasing(1.0, mode="pixel", device="cpu")
+        self._mean = torch.tensor(pixel_mean, dtype=torch.float32).view(3, 1, 1)
+        self._std = torch.tensor(pixel_std, dtype=torch.float32).view(3, 1, 1)
 
     @classmethod
     def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
@@ -263,10 +286,9 @@ class ClassificationMapper:
             return entry
         if self._augment is not None:
             entry["image"] = self._augment(entry["image"])
-        # timm's probability is 1, and the decision is made here, to normalize only erased images.
-        if self._erasing is not None and random.random() < self._erasing[0]:
+        if self._erasing_probability and random.random() < self._erasing_probability:
             normalised = (entry["image"].float() - self._mean) / self._std
-            erased = self._erasing[1](normalised) * self._std + self._mean
+            erased = self._erase(normalised) * self._std + self._mean
             # Rounding restores the pixels outside the erased rectangle.
             entry["image"] = erased.round().clamp(0, 255).to(torch.uint8)
         return entry

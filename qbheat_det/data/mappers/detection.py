@@ -60,30 +60,35 @@ class DetectionMapper(UprightMapper):
         image = pixels.permute(2, 0, 1)
         for transform in transforms:
             image = _transform(image, transform)
-        record = {**dataset_dict, "image": image if self.image_format == "RGB" else image.flip(0)}
+        if self.image_format == "BGR":
+            image = image.flip(0)
+        record = {**dataset_dict, "image": image}
         if "annotations" in record:
-            record["annotations"] = [dict(each) for each in record["annotations"]]
-            self._transform_annotations(
-                record, T.TransformList(transforms), outline.image.shape[:2]
-            )
+            record["annotations"] = [dict(annotation) for annotation in record["annotations"]]
+            image_shape = outline.image.shape[:2]
+            self._transform_annotations(record, T.TransformList(transforms), image_shape)
         return record
 
     def _transform_annotations(
         self, dataset_dict: dict[str, Any], transforms: T.TransformList, image_shape: Any
     ) -> None:
         """Replaces "annotations" by "instances", all boxes at once."""
-        kept = [each for each in dataset_dict["annotations"] if not each.get("iscrowd", 0)]
-        modes = {each["bbox_mode"] for each in kept}
+        annotations = [
+            annotation
+            for annotation in dataset_dict["annotations"]
+            if not annotation.get("iscrowd", 0)
+        ]
+        modes = {annotation["bbox_mode"] for annotation in annotations}
         if self.use_instance_mask or self.use_keypoint or len(modes) != 1:
             super()._transform_annotations(dataset_dict, transforms, image_shape)
             return
         del dataset_dict["annotations"]
         # As in Detectron2, in float32 before the transforms and in float64 in them.
-        boxes = np.array([each["bbox"] for each in kept], dtype=np.float32)
+        boxes = np.array([annotation["bbox"] for annotation in annotations], dtype=np.float32)
         boxes = BoxMode.convert(boxes, modes.pop(), BoxMode.XYXY_ABS).astype(np.float64)
         height, width = image_shape
         boxes = transforms.apply_box(boxes).clip(0, [width, height, width, height])
-        classes = torch.tensor([int(each["category_id"]) for each in kept])
+        classes = torch.tensor([int(annotation["category_id"]) for annotation in annotations])
         instances = Instances((height, width), gt_boxes=Boxes(boxes), gt_classes=classes)
         dataset_dict["instances"] = filter_empty_instances(instances)
 
@@ -155,16 +160,12 @@ class _Outline(T.AugInput):
 
     def __init__(self, height: int, width: int) -> None:
         super().__init__(np.broadcast_to(np.uint8(0), (height, width, 3)))
-        self._size = height, width
 
     def transform(self, tfm: Transform) -> None:
-        height, width = self._size
         if isinstance(tfm, T.ResizeTransform):
-            height, width = tfm.new_h, tfm.new_w
+            self.image = np.broadcast_to(np.uint8(0), (tfm.new_h, tfm.new_w, 3))
         elif isinstance(tfm, T.CropTransform):
-            height, width = tfm.h, tfm.w
-        self._size = height, width
-        self.image = np.broadcast_to(np.uint8(0), (height, width, 3))
+            self.image = np.broadcast_to(np.uint8(0), (tfm.h, tfm.w, 3))
 
 
 def _depends_on_size(augmentation: T.Augmentation) -> bool:
@@ -187,16 +188,22 @@ def _flatten(transform: Transform) -> Iterator[Transform]:
 
 
 def _find_reduction(transforms: Sequence[Transform]) -> int:
-    """Returns the factor by which an image may be scaled down before its first transform, a resize.
+    """Returns the factor by which an image may be scaled down before its first transform.
 
-    Width and height must be multiples of this factor. Otherwise, boxes would not fit the pixels.
+    It is above 1 only if this transform is a resize to a smaller image. Width and height must be
+    multiples of the factor. Otherwise, boxes would not fit the pixels.
     """
-    first = transforms[0] if transforms else None
-    if not isinstance(first, T.ResizeTransform):
+    if not transforms or not isinstance(transforms[0], T.ResizeTransform):
         return 1
-    pairs = (first.h, first.new_h), (first.w, first.new_w)
-    fits = (by for by in REDUCTIONS if all(old % by == 0 and old >= by * new for old, new in pairs))
-    return next(fits, 1)
+    resizing = transforms[0]
+    for reduction in REDUCTIONS:
+        is_exact = resizing.h % reduction == 0 and resizing.w % reduction == 0
+        is_larger = (
+            resizing.h >= reduction * resizing.new_h and resizing.w >= reduction * resizing.new_w
+        )
+        if is_exact and is_larger:
+            return reduction
+    return 1
 
 
 def _transform(image: Tensor, transform: Transform) -> Tensor:
@@ -205,5 +212,8 @@ def _transform(image: Tensor, transform: Transform) -> Tensor:
         return resize(image.permute(1, 2, 0), transform.new_h, transform.new_w)
     if isinstance(transform, T.CropTransform):
         rows = slice(transform.y0, transform.y0 + transform.h)
-        return image[:, rows, transform.x0 : transform.x0 + transform.w]
-    return image.flip(2 if isinstance(transform, T.HFlipTransform) else 1)
+        columns = slice(transform.x0, transform.x0 + transform.w)
+        return image[:, rows, columns]
+    if isinstance(transform, T.HFlipTransform):
+        return image.flip(2)
+    return image.flip(1)

@@ -16,7 +16,7 @@ from qbheat_det.data.datasets.labelled_image import BROKEN, LabelledImage, descr
 from qbheat_det.data.datasets.layout import (
     Folders,
     Pairs,
-    fits_one,
+    fits_label_file,
     group_by_base,
     group_per_image_files,
     locate,
@@ -109,17 +109,16 @@ def find_by_kind(*kinds: str) -> Callable[[FileTree], list[LabelSet]]:
     """Returns a ``Format.find`` for label files of some kinds, each of which has many images."""
 
     def find(tree: FileTree) -> list[LabelSet]:
-        return find_sets(tree, [path for kind in kinds for path in tree.label_files.get(kind, ())])
+        files = [path for kind in kinds for path in tree.label_files.get(kind, ())]
+        return find_sets(tree, files)
 
     return find
 
 
 def find_sets(tree: FileTree, files: Iterable[str]) -> list[LabelSet]:
     """Sorts label files that have many images into data sets and parts."""
-    return [
-        LabelSet(base, sort_into_parts(tree, own, base))
-        for base, own in group_by_base(tree, files).items()
-    ]
+    groups = group_by_base(tree, files)
+    return [LabelSet(base, sort_into_parts(tree, group, base)) for base, group in groups.items()]
 
 
 def read_with(read_file: Reader, title: str) -> Callable[[FileTree, LabelSet, str], Labels]:
@@ -150,8 +149,8 @@ def find_per_image(kind: str) -> Callable[[FileTree], list[LabelSet]]:
     def find(tree: FileTree) -> list[LabelSet]:
         groups = group_per_image_files(tree, tree.label_files.get(kind, ()))
         return [
-            LabelSet(base, sort_into_parts(tree, own, base, by_folder=True))
-            for base, own in groups.items()
+            LabelSet(base, sort_into_parts(tree, group, base, by_folder=True))
+            for base, group in groups.items()
         ]
 
     return find
@@ -172,10 +171,7 @@ def read_per_image(
 
     def read(tree: FileTree, labels: LabelSet, part: str) -> Labels:
         result = Labels([], files=list(labels.manifests))
-        add_images(result, tree, labels.parts[part], part)
-        return result
-
-    def add_images(result: Labels, tree: FileTree, files: Sequence[str], part: str) -> None:
+        files: Sequence[str] = labels.parts[part]
         contents: dict[str, Content] = {}
         errors: dict[str, str] = {}
         for file in files:
@@ -196,6 +192,7 @@ def read_per_image(
         for file in pairs.orphans.keys() & errors.keys():
             pairs.orphans[file] += f", and {errors[file]}"
         add_unpaired(result, pairs)
+        return result
 
     return read
 
@@ -208,32 +205,35 @@ def find_by_name(
     Also notes how many label files name another image than that of their own name. Such files were
     renamed together with their image.
     """
-    renamed = 0
+    num_renamed = 0
     for file, path in pairs.image_of.items():
         name = names.get(file, "")
         if name and name != os.path.basename(path):
-            found = locate(tree, name, file, part)
-            renamed += isinstance(found, str) and found != path
-    if renamed:
+            named_image = locate(tree, name, file, part)
+            if isinstance(named_image, str) and named_image != path:
+                num_renamed += 1
+    if num_renamed:
         result.notes.append(
-            f"{renamed:,} label files name another image than that of their own name: the boxes "
-            "belong to the image of the same name"
+            f"{num_renamed:,} label files name another image than that of their own name: the "
+            "boxes belong to the image of the same name"
         )
-    taken = {path: file for file, path in pairs.image_of.items()}
-    folders = {os.path.dirname(path) for path in taken}
+    label_file_of = {path: file for file, path in pairs.image_of.items()}
+    folders = {os.path.dirname(path) for path in label_file_of}
     for file in list(pairs.orphans):
         name = names.get(file, "")
-        found = locate(tree, name, file, part) if name else []
-        if not isinstance(found, str):
-            pairs.orphans[file] += f", nor one image '{name}'" if name else ""
-        elif found in taken:
-            pairs.orphans[file] += f", and '{found}' has the labels of '{taken[found]}'"
-        elif folders and not fits_one(found, file, folders):
-            pairs.orphans[file] += f", and '{found}' is in another folder"
+        if not name:
+            continue
+        image = locate(tree, name, file, part)
+        if not isinstance(image, str):
+            pairs.orphans[file] += f", nor one image '{name}'"
+        elif image in label_file_of:
+            pairs.orphans[file] += f", and '{image}' has the labels of '{label_file_of[image]}'"
+        elif folders and not fits_label_file(image, file, folders):
+            pairs.orphans[file] += f", and '{image}' is in another folder"
         else:
             del pairs.orphans[file]
-            pairs.image_of[file] = found
-            taken[found] = file
+            pairs.image_of[file] = image
+            label_file_of[image] = file
 
 
 def locate_image(tree: FileTree, image: LabelledImage, label_file: str, part: str) -> None:
@@ -244,15 +244,14 @@ def locate_image(tree: FileTree, image: LabelledImage, label_file: str, part: st
     if not isinstance(image.name, str) or not image.name.strip() or "\0" in image.name:
         image.miss(f"its image must be a file name, not {short(image.name)}")
         return
-    found = locate(tree, image.name, label_file, part)
-    if isinstance(found, str):
-        image.file = found
-        return
-    last = os.path.basename(image.name.replace("\\", "/"))
-    if found:
+    located = locate(tree, image.name, label_file, part)
+    if isinstance(located, str):
+        image.file = located
+    elif located:
+        file_name = os.path.basename(image.name.replace("\\", "/"))
         reason = (
-            f"{len(found)} images have the name '{last}', such as '{found[0]}': choose their "
-            "folder with --images"
+            f"{len(located)} images have the name '{file_name}', such as '{located[0]}': choose "
+            "their folder with --images"
         )
         image.leave_out("of an ambiguous name", reason)
     else:
@@ -262,29 +261,44 @@ def locate_image(tree: FileTree, image: LabelledImage, label_file: str, part: st
 def find_foreign_labels(tree: FileTree, kind: str) -> dict[str, str]:
     """Maps images to label files of one image each that are of another kind than ``kind``."""
     files = tree.list_other_labels(kind)
-    return {path: file for file, path in pair(tree, files).image_of.items()} if files else {}
+    if not files:
+        return {}
+    return {path: file for file, path in pair(tree, files).image_of.items()}
 
 
 def choose_name(attributes: Mapping[str, Any]) -> object:
     """Returns the class among the attributes of an object: a text, or the checked option."""
-    lower = {str(key).strip().lower(): key for key in attributes}
-    known = [lower[key] for key in NAME_KEYS if key in lower]
-    values = (choose_option(attributes[key]) for key in known or attributes)
-    return next((value for value in values if value is not None), None)
+    keys_in_lower_case = {str(key).strip().lower(): key for key in attributes}
+    keys = [keys_in_lower_case[key] for key in NAME_KEYS if key in keys_in_lower_case]
+    for key in keys or attributes:
+        value = choose_option(attributes[key])
+        if value is not None:
+            return value
+    return None
 
 
 def choose_option(value: object) -> object:
-    """Returns the value of an attribute: itself, or the checked one of several options, or None."""
+    """Returns the value of an attribute, or the checked one of several options.
+
+    Returns None if the value is blank, or no option is checked.
+    """
     if isinstance(value, dict):
-        value = next((name for name, is_set in value.items() if is_set), None)
-    return value if value is not None and str(value).strip() else None
+        value = next((name for name, is_checked in value.items() if is_checked), None)
+    if value is None or not str(value).strip():
+        return None
+    return value
 
 
 def find_path(address: str) -> str:
     """Returns the path in a path or URL. Label Studio names local files in the query, as ``d``."""
     url = urllib.parse.urlsplit(address)
-    queries = [part[2:] for part in url.query.split("&") if part.startswith("d=")]
-    path = queries[0] if queries else url.path if "://" in address else address
+    path = address
+    if "://" in address:
+        path = url.path
+    for parameter in url.query.split("&"):
+        if parameter.startswith("d="):
+            path = parameter.removeprefix("d=")
+            break
     return os.fsdecode(urllib.parse.unquote_to_bytes(os.fsencode(path)))
 
 
@@ -293,7 +307,9 @@ def note_encoding(file: str) -> list[str]:
     if file.lower().endswith(".xml"):  # declares its encoding
         return []
     encoding = read_text(file).encoding
-    return [f"'{file}' is not in Unicode, and is read as {encoding}"] if encoding else []
+    if not encoding:
+        return []
+    return [f"'{file}' is not in Unicode, and is read as {encoding}"]
 
 
 def add_unpaired(result: Labels, pairs: Pairs) -> None:

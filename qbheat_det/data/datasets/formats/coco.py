@@ -3,7 +3,6 @@
 
 import os
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -20,7 +19,7 @@ from .base import Category, Format, Labels, LabelSet, find_by_kind, locate_image
 
 Entry = dict[str, Any]
 
-_LARGEST_ID = 2**53  # COCO evaluation stores ids as floats
+_MAX_ID = 2**53  # COCO evaluation stores ids as floats
 _MAX_SHIFT = 30  # run lengths have at most seven groups of five bits
 _MAX_COORDINATE = 1e9
 _AGREEMENT = 0.9  # share of boxes that must show that all are corners
@@ -36,37 +35,39 @@ def read_coco(tree: FileTree, labels: LabelSet, part: str) -> Labels:
         UserError: a file is not in COCO's format, a category or the form of all boxes is wrong, or
             two files have the same image.
     """
-    files = sorted(labels.parts[part], key=lambda path: not _has_instances(path))
-    result = Labels([])
-    readings: list[_Reading] = []
-    owners: dict[str, str] = {}
-    for file in files:
-        one = _Reading(tree, file, part)
-        shared = next((image.file for image in one.images if image.file in owners), None)
-        if shared and _has_instances(owners[shared]) and not _has_instances(file):
+    paths = sorted(labels.parts[part], key=lambda path: not _has_instances(path))
+    files: list[_CocoFile] = []
+    owners: dict[str, str] = {}  # by image
+    for path in paths:
+        file = _CocoFile(tree, path, part)
+        shared = next((image.file for image in file.images if image.file in owners), None)
+        if shared and _has_instances(owners[shared]) and not _has_instances(path):
             continue
         if shared:
             raise UserError(
-                f"'{owners[shared]}' and '{file}' both have the image '{shared}': pass one of them "
+                f"'{owners[shared]}' and '{path}' both have the image '{shared}': pass one of them "
                 "with --data"
             )
-        readings.append(one)
-        owners |= {image.file: file for image in one.images if image.file}
-    readings = [one for one in readings if one.images] or readings
-    for one in readings:
-        result.files.append(one.file)
-        result.notes += one.notes
-        result.problem = result.problem or one.problem
-        result.left_out += one.left_out
-    result.images = [image for one in readings for image in one.images]
-    result.categories = _join_categories([one.categories for one in readings])
-    result.is_original = len(readings) == 1
-    if len(readings) > 1:
-        joined = ", ".join(f"'{file}'" for file in result.files)
-        result.notes.append(f"these files are joined: {joined}")
-        for image in result.images:
-            image.id = None
-            image.boxes = [box._replace(category=None) for box in image.boxes]
+        files.append(file)
+        owners |= {image.file: path for image in file.images if image.file}
+    files = [file for file in files if file.images] or files
+    result = Labels([], categories=files[0].categories)
+    for file in files:
+        result.files.append(file.path)
+        result.images += file.images
+        result.notes += file.notes
+        result.problem = result.problem or file.problem
+        result.left_out += file.left_out
+    if len(files) == 1:
+        result.is_original = True
+        return result
+    joined = ", ".join(f"'{path}'" for path in result.files)
+    result.notes.append(f"these files are joined: {joined}")
+    names = dict.fromkeys(str(entry["name"]) for file in files for entry in file.categories)
+    result.categories = [{"id": id_, "name": name} for id_, name in enumerate(names, start=1)]
+    for image in result.images:
+        image.id = None
+        image.boxes = [box._replace(category=None) for box in image.boxes]
     return result
 
 
@@ -75,210 +76,213 @@ def _has_instances(path: str) -> bool:
     return os.path.basename(path).lower().startswith("instances")
 
 
-def _join_categories(lists: Sequence[list[Category]]) -> list[Category]:
-    """Returns the categories of several files, with new ids if there is more than one file."""
-    if len(lists) == 1:
-        return lists[0]
-    names = dict.fromkeys(str(one["name"]) for categories in lists for one in categories)
-    return [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
+class _CocoFile:
+    """The content of one COCO file.
 
+    Attributes:
+        path: path of the file.
+        notes, problem, left_out, categories, images: see ``Labels``.
+    """
 
-class _Reading:
-    """The content of one COCO file."""
-
-    def __init__(self, tree: FileTree, file: str, part: str) -> None:
-        self.file = file
+    def __init__(self, tree: FileTree, path: str, part: str) -> None:
+        self.path = path
         try:
-            self.notes = note_encoding(file)
+            self.notes = note_encoding(path)
         except UnreadableFileError as error:
-            raise UserError(f"'{file}': {error}") from error
+            raise UserError(f"'{path}': {error}") from error
         self.problem = ""
         self.left_out: list[LeftOut] = []
-        content = _read_lists(file)
-        self.categories = self._read_categories(content["categories"])
+        content = _read_lists(path)
+        self.categories = self._read_categories(content["categories"] or [])
+        self._index_of_category = {
+            category["id"]: index for index, category in enumerate(self.categories)
+        }
         self.images: list[LabelledImage] = []
-        self._dropped: Counter[str] = Counter()
-        by_id = self._read_images(tree, content["images"], part)
+        self._image_of_id: dict[int | str, LabelledImage | None] = {}
+        self._read_images(tree, content["images"], part)
+        self._faults: Counter[str] = Counter()  # of annotations that are used in part
         if not self.images:
-            self.problem = f"'{file}' is not in COCO's format: 'images' is empty"
+            self.problem = f"'{path}' is not in COCO's format: 'images' is empty"
         elif content["annotations"] is None:
-            self.problem = f"'{file}' is not in COCO's format: it has no list 'annotations'"
+            self.problem = f"'{path}' is not in COCO's format: it has no list 'annotations'"
         elif content["categories"] is None:
-            self.problem = f"'{file}' is not in COCO's format: it has no list 'categories'"
+            self.problem = f"'{path}' is not in COCO's format: it has no list 'categories'"
         else:
-            self._read_annotations(content["annotations"], by_id)
-        for what, count in self._dropped.items():
-            self.notes.append(f"'{file}': {count:,} {what}")
+            self._read_annotations(content["annotations"])
+        for fault, count in self._faults.items():
+            self.notes.append(f"'{path}': {count:,} {fault}")
 
-    def _read_categories(self, entries: list[Any] | None) -> list[Category]:
-        valid: dict[int, Category] = {}
-        for number, entry in enumerate(entries or (), start=1):
-            where = f"{self.file}: category number {number}"
+    def _read_categories(self, entries: list[Any]) -> list[Category]:
+        """Returns the categories, sorted by id."""
+        categories: dict[int, Category] = {}
+        for number, entry in enumerate(entries, start=1):
+            where = f"{self.path}: category number {number}"
             if not isinstance(entry, dict):
                 raise UserError(f"{where}: it must be an object, but is {short(entry)}")
-            id_, name = _whole(entry.get("id")), entry.get("name")
-            if type(id_) is not int or not _is_id(id_):
+            id_ = _to_int(entry.get("id"))
+            if type(id_) is not int or abs(id_) >= _MAX_ID:
                 raise UserError(f"{where}: id must be a whole number below 2**53, not {short(id_)}")
+            name = entry.get("name")
             if not isinstance(name, str) or not name.strip():
-                raise UserError(f"{self.file}: category id {id_}: name must be a text")
-            if id_ in valid:
-                raise UserError(f"{self.file}: category id {id_} occurs twice")
-            valid[id_] = {**entry, "id": id_}
-        return [valid[id_] for id_ in sorted(valid)]
+                raise UserError(f"{self.path}: category id {id_}: name must be a text")
+            if id_ in categories:
+                raise UserError(f"{self.path}: category id {id_} occurs twice")
+            categories[id_] = {**entry, "id": id_}
+        return [categories[id_] for id_ in sorted(categories)]
 
-    def _read_images(
-        self, tree: FileTree, entries: list[Any], part: str
-    ) -> dict[Any, LabelledImage | None]:
-        """Reads the images, and returns them by id. Ids that two images have map to None."""
-        by_id: dict[Any, LabelledImage | None] = {}
+    def _read_images(self, tree: FileTree, entries: list[Any], part: str) -> None:
+        """Reads the images, also by id. Ids that two images have map to None."""
         for number, entry in enumerate(entries, start=1):
             image = self._read_image(entry, number)
             self.images.append(image)
             if image.reason:
                 continue
-            locate_image(tree, image, self.file, part)
-            id_ = _whole(entry["id"])
-            other = by_id.setdefault(id_, image)
-            if other is image:
+            locate_image(tree, image, self.path, part)
+            id_ = _to_int(entry["id"])
+            first = self._image_of_id.setdefault(id_, image)
+            if first is image:
                 continue
-            if other is not None and image.file and image.file == other.file:
+            if first is not None and image.file and image.file == first.file:
                 self.images.pop()  # the same entry again
                 continue
-            by_id[id_] = None
-            for one in (other, image):
-                if one is not None and not one.reason:
-                    one.leave_out("with the id of another", f"id {short(id_)} occurs twice")
+            self._image_of_id[id_] = None
+            for same_id in (first, image):
+                if same_id is not None and not same_id.reason:
+                    same_id.leave_out("with the id of another", f"id {short(id_)} occurs twice")
         if any(image.id is None for image in self.images if not image.reason):
-            self.notes.append(f"'{self.file}' has ids of images that are no numbers: new ones")
+            self.notes.append(f"'{self.path}' has ids of images that are no numbers: new ones")
         if any(isinstance(entry, dict) and "split" in entry for entry in entries):
-            self.notes.append(f"'{self.file}': the field 'split' of images is not used")
-        return by_id
+            self.notes.append(f"'{self.path}': the field 'split' of images is not used")
 
     def _read_image(self, entry: Any, number: int) -> LabelledImage:
-        image = LabelledImage(f"{self.file}: image number {number}")
+        image = LabelledImage(f"{self.path}: image number {number}")
         if not isinstance(entry, dict):
             image.miss(f"it must be an object, but is {short(entry)}")
             return image
-        id_, name = _whole(entry.get("id")), entry.get("file_name")
-        if name is None and isinstance(entry.get("coco_url"), str):  # LVIS
-            name = "/".join(entry["coco_url"].split("/")[-2:])
-        if isinstance(id_, bool) or not isinstance(id_, int | str) or not _is_id(id_, texts=True):
+        id_ = _to_int(entry.get("id"))
+        is_number = type(id_) is int and abs(id_) < _MAX_ID
+        if not is_number and not isinstance(id_, str):
             image.miss(f"its id must be a number below 2**53, not {short(id_)}")
             return image
-        image.place = f"{self.file}: image id {short(id_)}"
+        image.place = f"{self.path}: image id {short(id_)}"
+        name = entry.get("file_name")
+        if name is None and isinstance(entry.get("coco_url"), str):  # LVIS
+            name = "/".join(entry["coco_url"].split("/")[-2:])
         if not isinstance(name, str) or not name or "\0" in name:
             image.miss(f"its file_name must be a file name, not {short(name)}")
             return image
         image.name = name
-        image.id = id_ if isinstance(id_, int) else None
+        if is_number:
+            image.id = id_
         image.fields = entry
-        sides = entry.get("width"), entry.get("height")
-        if all(type(side) is int and 0 < side < 2**31 for side in sides):
-            image.size = sides  # type: ignore[assignment]
+        width = entry.get("width")
+        height = entry.get("height")
+        if _is_side(width) and _is_side(height):
+            image.size = (width, height)
         return image
 
-    def _read_annotations(self, entries: list[Any], by_id: dict[Any, LabelledImage | None]) -> None:
-        indices = {one["id"]: index for index, one in enumerate(self.categories)}
-        are_corners = self._find_corners(entries, by_id)
-        others = LabelledImage(self.file)  # collects what belongs to no image
-        for number, entry in enumerate(entries, start=1):
-            image = others
-            place = f"{self.file}: annotation number {number}"
-            if isinstance(entry, dict):
-                place = f"{self.file}: annotation id {short(entry.get('id'))}"
-                key = _whole(entry.get("image_id"))
-                known = by_id.get(key) if isinstance(key, int | str) else None
-                image = known or others
-            with image.reading(place):
-                self._add(image, place, entry, indices, are_corners=are_corners, by_id=by_id)
-        for box in others.boxes:
-            others.leave_out_box(box.place, "two images have its image_id")
-        self.left_out = others.left_out
+    def _find_image(self, id_: object) -> LabelledImage | None:
+        """Returns the image of an id; None if there is none, or two."""
+        if not isinstance(id_, int | str):
+            return None
+        return self._image_of_id.get(id_)
 
-    def _add(
-        self,
-        image: LabelledImage,
-        place: str,
-        entry: Any,
-        indices: dict[int, int],
-        *,
-        are_corners: bool,
-        by_id: dict[Any, LabelledImage | None],
-    ) -> None:
+    def _read_annotations(self, entries: list[Any]) -> None:
+        are_corners = self._find_corners(entries)
+        no_image = LabelledImage(self.path)  # collects what belongs to no image
+        for number, entry in enumerate(entries, start=1):
+            if isinstance(entry, dict):
+                place = f"{self.path}: annotation id {short(entry.get('id'))}"
+                image = self._find_image(_to_int(entry.get("image_id"))) or no_image
+            else:
+                place = f"{self.path}: annotation number {number}"
+                image = no_image
+            with image.reading(place):
+                self._add_box(image, place, entry, are_corners=are_corners)
+        for box in no_image.boxes:
+            no_image.leave_out_box(box.place, "two images have its image_id")
+        self.left_out = no_image.left_out
+
+    def _add_box(self, image: LabelledImage, place: str, entry: Any, *, are_corners: bool) -> None:
         """Adds the box of an annotation. Raises a ``ValueError`` if it is invalid."""
         if not isinstance(entry, dict):
             raise ValueError(f"it must be an object, but is {short(entry)}")
-        image_id, category_id = _whole(entry.get("image_id")), _whole(entry.get("category_id"))
-        if not isinstance(image_id, int | str) or image_id not in by_id:
-            reason = "must be an id in the list of images"
-            raise ValueError(f"image_id {short(image_id)} {reason}")
-        if type(category_id) is not int or category_id not in indices:
-            must = "must be an id in the list of categories"
-            raise ValueError(f"category_id {short(category_id)} {must}")
+        image_id = _to_int(entry.get("image_id"))
+        if not isinstance(image_id, int | str) or image_id not in self._image_of_id:
+            raise ValueError(f"image_id {short(image_id)} must be an id in the list of images")
+        category_id = _to_int(entry.get("category_id"))
+        if type(category_id) is not int or category_id not in self._index_of_category:
+            raise ValueError(
+                f"category_id {short(category_id)} must be an id in the list of categories"
+            )
         box = entry.get("bbox")
         if box is None and not are_corners:
             box = _enclose(entry.get("segmentation"))
         if not _is_box(box):
-            must = "must be four finite numbers [x, y, width, height] in pixels"
-            raise ValueError(f"bbox {must}, but is {short(box)}")
+            raise ValueError(
+                "bbox must be four finite numbers [x, y, width, height] in pixels, but is "
+                f"{short(box)}"
+            )
         x, y, width, height = box
         if are_corners:
-            width, height = width - x, height - y
+            width -= x
+            height -= y
         is_crowd = entry.get("iscrowd", 0) or entry.get("ignore", 0)
         if is_crowd not in (0, 1):
             raise ValueError(f"iscrowd and ignore must be 0 or 1, but are {short(is_crowd)}")
         if entry.get("ignore", 0):
-            self._dropped["annotations with 'ignore' are regions that training ignores"] += 1
+            self._faults["annotations with 'ignore' are regions that training ignores"] += 1
         fields = entry
-        if "segmentation" in entry and not self._has_mask(entry["segmentation"], image):
+        segmentation = entry.get("segmentation")
+        has_mask = bool(segmentation)
+        if has_mask and not _can_be_drawn(segmentation, image.size):
+            self._faults["masks cannot be drawn, only their boxes are used"] += 1
+            has_mask = False
+        if "segmentation" in entry and not has_mask:
             fields = {key: value for key, value in entry.items() if key != "segmentation"}
-        index = indices[category_id]
+        index = self._index_of_category[category_id]
         name = str(self.categories[index]["name"])
         xywh = (x, y, width, height)
         image.boxes.append(Box(place, name, xywh, False, bool(is_crowd), index, fields))
 
-    def _has_mask(self, segmentation: object, image: LabelledImage) -> bool:
-        """Returns whether a segmentation can be drawn, and counts those that cannot."""
-        if not segmentation:
-            return False
-        if _can_be_drawn(segmentation, image.size) and _has_polygon(segmentation):
-            return True
-        self._dropped["masks cannot be drawn, only their boxes are used"] += 1
-        return False
-
-    def _find_corners(self, entries: list[Any], by_id: dict[Any, LabelledImage | None]) -> bool:
+    def _find_corners(self, entries: list[Any]) -> bool:
         """Returns whether boxes are given by two corners instead of a corner and a size.
 
         Raises a ``UserError`` if this is likely, but the areas in the file do not show it.
         """
         rows = []
         for entry in entries:
-            box = entry.get("bbox") if isinstance(entry, dict) else None
-            if not _is_box(box):
+            if not isinstance(entry, dict) or not _is_box(entry.get("bbox")):
                 continue
-            key = _whole(entry.get("image_id"))
-            image = by_id.get(key) if isinstance(key, int | str) else None
-            size = image.size if image and image.size else (np.inf, np.inf)
+            image = self._find_image(_to_int(entry.get("image_id")))
+            size: tuple[float, float] = (np.inf, np.inf)
+            if image and image.size:
+                size = image.size
             area = entry.get("area")
-            is_area = type(area) in (int, float) and not isinstance(entry.get("segmentation"), dict)
-            rows.append((*box, *size, area if is_area else np.nan))
+            if type(area) not in (int, float) or isinstance(entry.get("segmentation"), dict):
+                area = np.nan
+            rows.append((*entry["bbox"], *size, area))
         if not rows:
             return False
         x, y, third, fourth, width, height, area = np.array(rows, dtype=np.float64).T
-        as_sizes, as_corners = third * fourth, (third - x) * (fourth - y)
-        near = 1 + 0.01 * np.abs(area)
-        is_shown = (np.abs(as_corners - area) <= near) & (np.abs(as_sizes - area) > near)
-        is_valid = (third > x) & (fourth > y)
-        is_valid &= (third <= width + MARGIN) & (fourth <= height + MARGIN)
-        if is_shown.mean() >= _AGREEMENT and is_valid.mean() >= _AGREEMENT:
+        area_of_sizes = third * fourth
+        area_of_corners = (third - x) * (fourth - y)
+        tolerance = 1 + 0.01 * np.abs(area)
+        fits_as_sizes = np.abs(area_of_sizes - area) <= tolerance
+        fits_as_corners = np.abs(area_of_corners - area) <= tolerance
+        # A comparison with nan, a missing area, is false.
+        differs_as_sizes = np.abs(area_of_sizes - area) > tolerance
+        are_shown = fits_as_corners & differs_as_sizes
+        are_valid = (third > x) & (fourth > y)
+        are_valid &= (third <= width + MARGIN) & (fourth <= height + MARGIN)
+        if are_shown.mean() >= _AGREEMENT and are_valid.mean() >= _AGREEMENT:
             note = "boxes are corners [x1, y1, x2, y2], as the areas show, and are read as such"
-            self.notes.append(f"'{self.file}': {note}")
+            self.notes.append(f"'{self.path}': {note}")
             return True
-        is_beyond = (x + third > width + MARGIN) | (y + fourth > height + MARGIN)
-        fits_area = np.abs(as_sizes - area) <= near
-        if is_beyond.mean() > _BEYOND and is_valid.all() and not fits_area.any():
+        are_beyond = (x + third > width + MARGIN) | (y + fourth > height + MARGIN)
+        if are_beyond.mean() > _BEYOND and are_valid.all() and not fits_as_sizes.any():
             raise UserError(
-                f"'{self.file}': {is_beyond.sum():,} of {len(rows):,} boxes reach beyond their "
+                f"'{self.path}': {are_beyond.sum():,} of {len(rows):,} boxes reach beyond their "
                 "image, and all fit as corners: bbox must be [x, y, width, height], not "
                 "[x1, y1, x2, y2]"
             )
@@ -294,8 +298,8 @@ def _read_lists(file: str) -> dict[str, Any]:
     lists: dict[str, Any] = {}
     for key in ("images", "annotations", "categories"):
         entries = content.get(key) if isinstance(content, dict) else None
-        is_list = isinstance(entries, list)
-        if (key == "images" and not is_list) or not (is_list or entries is None):
+        may_be_missing = key != "images"
+        if not isinstance(entries, list) and not (entries is None and may_be_missing):
             raise UserError(f"'{file}' is not in COCO's format: '{key}' is missing or no list")
         lists[key] = entries
     if lists["categories"] == [] and lists["annotations"] is not None:
@@ -303,15 +307,16 @@ def _read_lists(file: str) -> dict[str, Any]:
     return lists
 
 
-def _whole(value: object) -> Any:
+def _to_int(value: object) -> Any:
     """Returns a whole number as an int, such as 3.0, and any other value as it is."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
-def _is_id(value: object, *, texts: bool = False) -> bool:
-    if type(value) is int:
-        return abs(value) < _LARGEST_ID
-    return texts and isinstance(value, str)
+def _is_side(value: object) -> TypeGuard[int]:
+    """Returns whether a value can be the width or height of an image."""
+    return type(value) is int and 0 < value < 2**31
 
 
 def _enclose(segmentation: object) -> list[float] | None:
@@ -334,23 +339,20 @@ def _is_box(box: object) -> TypeGuard[list[float]]:
     return are_numbers(box, _MAX_COORDINATE) and bool not in map(type, box)
 
 
-def _has_polygon(segmentation: object) -> bool:
-    """Returns False if a segmentation has polygons, but none has three or more points."""
-    if not isinstance(segmentation, list):
-        return True
-    return any(len(polygon) >= 6 and len(polygon) % 2 == 0 for polygon in segmentation)
-
-
-def _can_be_drawn(segmentation: object, size: tuple[int, int] | None) -> bool:
+def _can_be_drawn(segmentation: object, image_size: tuple[int, int] | None) -> bool:
     """Returns whether a mask has valid polygons near the image, or RLE for every pixel."""
-    width, height = size or (2**15, 2**15)
     if isinstance(segmentation, list):
+        width, height = image_size or (2**15, 2**15)
         # Drawing coordinates far outside the image would need too much memory.
-        return all(are_numbers(polygon, 11 * max(width, height)) for polygon in segmentation)
-    if not isinstance(segmentation, dict) or size is None:
+        if not all(are_numbers(polygon, 11 * max(width, height)) for polygon in segmentation):
+            return False
+        return any(len(polygon) >= 6 and len(polygon) % 2 == 0 for polygon in segmentation)
+    if not isinstance(segmentation, dict) or image_size is None:
         return False
+    width, height = image_size
     runs: Any = segmentation.get("counts")
-    runs = _decode_runs(runs) if isinstance(runs, str) else runs
+    if isinstance(runs, str):
+        runs = _decode_runs(runs)
     if not isinstance(runs, list) or not all(type(run) is int and run >= 0 for run in runs):
         return False
     return segmentation.get("size") == [height, width] and sum(runs) == width * height
@@ -362,7 +364,8 @@ def _decode_runs(counts: str) -> list[int] | None:
     pycocotools is not used because it reads out of bounds for some invalid strings.
     """
     runs: list[int] = []
-    value = shift = 0
+    value = 0
+    shift = 0
     for character in counts:
         code = ord(character) - 48
         if not 0 <= code < 64 or shift > _MAX_SHIFT:
@@ -372,9 +375,14 @@ def _decode_runs(counts: str) -> list[int] | None:
         if not code & 0x20:
             if code & 0x10:  # two's complement
                 value -= 1 << shift
-            runs.append(value + runs[-2] if len(runs) > 2 else value)
-            value = shift = 0
-    return None if shift else runs
+            if len(runs) > 2:  # the difference to the run before the last one
+                value += runs[-2]
+            runs.append(value)
+            value = 0
+            shift = 0
+    if shift:  # the last number is incomplete
+        return None
+    return runs
 
 
 COCO = Format(

@@ -25,13 +25,13 @@ def read_file(file: str) -> Iterator[LabelledImage]:
             yield image
             continue
         image.name = name
-        things = entry.get("annotations", entry.get("annotation")) or ()
-        for index, thing in enumerate(things, start=1):
-            with image.reading(place := f"{image.place}, annotation {index}"):
-                box = thing["coordinates"]
+        annotations = entry.get("annotations", entry.get("annotation")) or ()
+        for index, annotation in enumerate(annotations, start=1):
+            with image.reading(f"{image.place}, annotation {index}") as place:
+                box = annotation["coordinates"]
                 x, y, width, height = (float(box[key]) for key in ("x", "y", "width", "height"))
                 points = corners(x - width / 2, y - height / 2, width, height)
-                image.add(place, thing.get("label"), points, is_box=True)
+                image.add(place, annotation.get("label"), points, is_box=True)
         yield image
 
 

@@ -5,7 +5,6 @@ Subsets of a project are parts of the data set, if they are named like parts.
 """
 
 from collections.abc import Iterator
-from typing import Any
 from xml.etree.ElementTree import Element
 
 from qbheat_det.core.errors import UserError
@@ -24,29 +23,25 @@ from qbheat_det.data.datasets.text_files import UnreadableFileError, parse_xml
 
 from .base import Format, Labels, LabelSet, find_sets, locate_image
 
-_EDGES = ("xtl", "ytl", "xbr", "ybr")
-
 
 def find_cvat(tree: FileTree) -> list[LabelSet]:
     """Finds XML files with a list of images, and sorts their images by subset."""
     sets = []
-    for one in find_sets(tree, tree.label_files.get("cvat", ())):
-        parts: dict[str, Any] = {}
-        for part, files in one.parts.items():
+    for label_set in find_sets(tree, tree.label_files.get("cvat", ())):
+        parts: dict[str, list[tuple[str, str]]] = {}
+        for part, files in label_set.parts.items():
             for file in files:
-                for subset in _list_subsets(file):
-                    name = part_of_name(subset) or part
-                    parts.setdefault(name, []).append((file, subset))
-        sets.append(LabelSet(one.base, parts))
+                images = _parse(file).iter("image")
+                subsets = dict.fromkeys(image.get("subset", "") for image in images)
+                for subset in subsets or [""]:
+                    part_of_subset = part_of_name(subset) or part
+                    parts.setdefault(part_of_subset, []).append((file, subset))
+        sets.append(LabelSet(label_set.base, parts))
     return sets
 
 
-def _list_subsets(file: str) -> list[str]:
-    root = _parse(file)
-    return list(dict.fromkeys(node.get("subset", "") for node in root.iter("image"))) or [""]
-
-
 def _parse(file: str) -> Element:
+    """Returns the root of an XML file. Raises a ``UserError`` if it cannot be read."""
     try:
         return parse_xml(file)
     except UnreadableFileError as error:
@@ -69,6 +64,7 @@ def read_cvat(tree: FileTree, labels: LabelSet, part: str) -> Labels:
 
 
 def _read_images(file: str, root: Element, subset: str) -> Iterator[LabelledImage]:
+    """Reads the images of a subset; "" for the images of none."""
     for node in root.iter("image"):
         if node.get("subset", "") != subset:
             continue
@@ -77,27 +73,31 @@ def _read_images(file: str, root: Element, subset: str) -> Iterator[LabelledImag
         if subset and not name.startswith(f"{subset}/"):
             image.name = f"{subset}/{name}"
         for number, shape in enumerate(node, start=1):
-            with image.reading(place := f"{image.place}, shape {number}"):
+            with image.reading(f"{image.place}, shape {number}") as place:
                 if shape.tag != "tag":  # a tag belongs to the whole image
                     image.add(place, shape.get("label"), _find_points(shape))
         yield image
 
 
 def _find_points(shape: Element) -> list[tuple[float, float]]:
-    turn = float(shape.get("rotation", "0"))
+    """Returns points that a shape's box encloses. Raises a ``NoBoxError`` for a point."""
+
+    def numbers(*keys: str) -> list[float]:
+        return [float(shape.get(key, "nan")) for key in keys]
+
+    degrees = float(shape.get("rotation", "0"))
     if shape.tag == "box":
-        left, top, right, bottom = (float(shape.get(key, "nan")) for key in _EDGES)
-        centre = (left + right) / 2, (top + bottom) / 2
-        return rotate_box(left, top, right, bottom, turn, centre)
+        left, top, right, bottom = numbers("xtl", "ytl", "xbr", "ybr")
+        centre = ((left + right) / 2, (top + bottom) / 2)
+        return rotate_box(left, top, right, bottom, degrees, centre)
     if shape.tag in ("polygon", "polyline"):
-        pairs = (pair.split(",") for pair in shape.get("points", "").split(";"))
+        pairs = [pair.split(",") for pair in shape.get("points", "").split(";")]
         return [(float(x), float(y)) for x, y in pairs]
     if shape.tag == "ellipse":
-        x, y, rx, ry = (float(shape.get(key, "nan")) for key in ("cx", "cy", "rx", "ry"))
-        return enclose_ellipse(x, y, rx, ry, turn)
+        x, y, rx, ry = numbers("cx", "cy", "rx", "ry")
+        return enclose_ellipse(x, y, rx, ry, degrees)
     if shape.tag == "mask":
-        sides = ("left", "top", "width", "height")
-        return corners(*(float(shape.get(key, "nan")) for key in sides))
+        return corners(*numbers("left", "top", "width", "height"))
     raise NoBoxError(f"a shape '{shape.tag}' has no box")
 
 

@@ -21,7 +21,7 @@ def add_objects(image: LabelledImage, lines: list[tuple[int, str]]) -> None:
     for number, line in lines:
         if line.startswith(_HEADERS):
             continue
-        with image.reading(place := f"{image.label_file}, line {number}"):
+        with image.reading(f"{image.label_file}, line {number}") as place:
             *numbers, name, difficulty = line.split()
             if len(numbers) != 8:
                 raise ValueError(

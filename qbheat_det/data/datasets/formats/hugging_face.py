@@ -20,31 +20,20 @@ def read_file(file: str) -> Iterator[LabelledImage]:
     """Reads the metadata of images."""
     for number, row in _read_rows(file):
         image = LabelledImage(f"{file}, entry {number}")
+        objects: list[Any] = []
         try:
-            row = json.loads(row) if isinstance(row, str) else row
+            if isinstance(row, str):
+                row = json.loads(row)
             image.name = row["file_name"]
             objects = _list_objects(row)
         except BROKEN as error:
             image.miss(describe(error))
-            objects = []
-        for index, thing in enumerate(objects, start=1):
-            with image.reading(place := f"{image.place}, object {index}"):
-                x, y, width, height = map(float, thing["bbox"])
+        for index, entry in enumerate(objects, start=1):
+            with image.reading(f"{image.place}, object {index}") as place:
+                x, y, width, height = map(float, entry["bbox"])
                 points = corners(x, y, width, height)
-                image.add(place, choose_name(thing), points, is_box=True)
+                image.add(place, choose_name(entry), points, is_box=True)
         yield image
-
-
-def _list_objects(row: dict[str, Any]) -> list[Any]:
-    """Returns the objects of a row, each with "bbox" and a class."""
-    objects = row.get("objects") or {}
-    objects = json.loads(objects) if isinstance(objects, str) else objects
-    if not isinstance(objects, dict):
-        return list(objects)
-    keys = (*NAME_KEYS, "categories", "labels")
-    names: list[Any] = next((objects[key] for key in keys if key in objects), [])
-    pairs = zip(objects.get("bbox", []), names, strict=True)
-    return [{"bbox": box, "category": name} for box, name in pairs]
 
 
 def _read_rows(file: str) -> list[tuple[int, Any]]:
@@ -52,6 +41,19 @@ def _read_rows(file: str) -> list[tuple[int, Any]]:
     if file.lower().endswith(".csv"):
         return list(enumerate(read_table(file), start=1))
     return list(read_lines(file))
+
+
+def _list_objects(row: dict[str, Any]) -> list[Any]:
+    """Returns the objects of a row, each with "bbox" and a class."""
+    objects = row.get("objects") or {}
+    if isinstance(objects, str):  # in a table
+        objects = json.loads(objects)
+    if not isinstance(objects, dict):
+        return list(objects)
+    keys = (*NAME_KEYS, "categories", "labels")
+    names: list[Any] = next((objects[key] for key in keys if key in objects), [])
+    boxes = objects.get("bbox", [])
+    return [{"bbox": box, "category": name} for box, name in zip(boxes, names, strict=True)]
 
 
 HUGGING_FACE = Format(

@@ -12,24 +12,27 @@ from qbheat_det.data.datasets.text_files import read_lines
 from .base import Format, find_per_image, read_per_image
 
 _OBJECT = r"^\s*[a-z]\S*(\s+[-+]?\d+(\.\d*)?(e[-+]?\d+)?){14,15}\s*$"
-_FEWEST = 8  # class, truncation, occlusion, angle and the corners
-_IGNORED = "DontCare"
+_MIN_COLUMNS = 8  # class, truncation, occlusion, angle and the corners
+_UNLABELLED_REGION = "DontCare"
 
 
 def add_objects(image: LabelledImage, lines: list[tuple[int, str]]) -> None:
     """Adds the objects in the lines of a label file to an image."""
     for number, line in lines:
-        with image.reading(place := f"{image.label_file}, line {number}"):
-            words = line.split()
-            if words[0] == _IGNORED:
+        with image.reading(f"{image.label_file}, line {number}") as place:
+            columns = line.split()
+            if columns[0] == _UNLABELLED_REGION:
                 reason = "its objects are not labelled"
-                box = LeftOut("that KITTI does not label", place, reason, "box", False)
-                image.left_out.append(box)
+                image.left_out.append(
+                    LeftOut("that KITTI does not label", place, reason, "box", is_fault=False)
+                )
                 continue
-            if len(words) < _FEWEST:
-                raise ValueError(f"must have {_FEWEST} columns or more, but has {len(words)}")
-            points = [(words[4], words[5]), (words[6], words[7])]
-            image.add(place, words[0], points, is_box=True)
+            if len(columns) < _MIN_COLUMNS:
+                raise ValueError(
+                    f"must have {_MIN_COLUMNS} columns or more, but has {len(columns)}"
+                )
+            left, top, right, bottom = columns[4:8]
+            image.add(place, columns[0], [(left, top), (right, bottom)], is_box=True)
 
 
 KITTI = Format(

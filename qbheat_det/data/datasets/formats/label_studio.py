@@ -20,7 +20,6 @@ from qbheat_det.data.datasets.labelled_image import (
     BROKEN,
     LabelledImage,
     NoBoxError,
-    corners,
     describe,
     enclose_ellipse,
     rotate_box,
@@ -29,7 +28,7 @@ from qbheat_det.data.datasets.text_files import read_json, read_table
 
 from .base import Format, Labels, LabelSet, find_by_kind, find_path, read_with
 
-_UPLOADED = re.compile(r"^[0-9a-f]{8}-")  # Label Studio adds this prefix to uploaded files
+_UPLOAD_PREFIX = re.compile(r"^[0-9a-f]{8}-")  # Label Studio adds it to uploaded files
 # The keys of a region. A region with only these keys was drawn without a label.
 _SHAPE = {
     *("x", "y", "width", "height", "rotation", "points", "closed", "radiusX", "radiusY"),
@@ -47,18 +46,24 @@ class Task(LabelledImage):
 def read_label_studio(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     """Reads the files of a part, see ``Format.read``."""
     result = _read(tree, labels, part)
-    missing = [one for one in result.images if one.reason and one.reason.item == "missing image"]
-    _find_uploaded(tree, [image for image in missing if image.name])
     tasks = [image for image in result.images if isinstance(image, Task)]
+    _find_uploaded(
+        tree,
+        [
+            task
+            for task in tasks
+            if task.name and task.reason and task.reason.item == "missing image"
+        ],
+    )
     for task in tasks:
         if not task.num_annotations and task.file:
             reason = "its task has no finished annotation"
             task.leave_out("without a finished annotation", reason, is_fault=False)
-    several = sum(task.num_annotations > 1 for task in tasks)
-    if several:
+    num_repeated = sum(task.num_annotations > 1 for task in tasks)
+    if num_repeated:
         result.notes.append(
-            f"{several:,} tasks have several annotations: of each, the ground truth or the last "
-            "is read"
+            f"{num_repeated:,} tasks have several annotations: of each, the ground truth or the "
+            "last is read"
         )
     return result
 
@@ -68,22 +73,27 @@ def _find_uploaded(tree: FileTree, images: Sequence[LabelledImage]) -> None:
 
     If several files or uploads have a name, it does not tell which file an upload is.
     """
-    files: dict[str, list[str]] = defaultdict(list)
+    files_of_name: dict[str, list[str]] = defaultdict(list)
     for path in tree.all_images:
-        files[_clean(os.path.basename(path))].append(path)
-    uploads: dict[str, set[str]] = defaultdict(set)
-    original = {}
+        files_of_name[_clean(os.path.basename(path))].append(path)
+    uploads_of_name: dict[str, set[str]] = defaultdict(set)
     for image in images:
-        last = image.name.rpartition("/")[2]
-        original[image.name] = _clean(_UPLOADED.sub("", last))
-        uploads[original[image.name]].add(last)
+        upload = image.name.rpartition("/")[2]
+        uploads_of_name[_find_original_name(upload)].add(upload)
     for image in images:
-        name = original[image.name]
-        if len(files[name]) == 1 and len(uploads[name]) == 1:
-            image.file, image.reason = files[name][0], None
-        elif files[name]:
-            reason = f"several uploads or files have the name '{name}', such as '{files[name][0]}'"
+        name = _find_original_name(image.name.rpartition("/")[2])
+        files = files_of_name[name]
+        if len(files) == 1 and len(uploads_of_name[name]) == 1:
+            image.file = files[0]
+            image.reason = None
+        elif files:
+            reason = f"several uploads or files have the name '{name}', such as '{files[0]}'"
             image.leave_out("of an ambiguous name", reason)
+
+
+def _find_original_name(upload: str) -> str:
+    """Returns the name of a file before its upload, as Label Studio stores it."""
+    return _clean(_UPLOAD_PREFIX.sub("", upload))
 
 
 def _clean(name: str) -> str:
@@ -96,24 +106,27 @@ def read_file(file: str) -> Iterator[Task]:
     tasks = _read_tasks(file) if file.lower().endswith(".csv") else read_json(file)
     for number, task in enumerate(tasks, start=1):
         image = Task(f"{file}, task {number}")
-        results: Sequence[Any] = ()
+        regions: Sequence[Any] = ()
         try:
-            results = _read_task(image, task)
+            regions = _read_task(image, task)
         except BROKEN as error:
             image.miss(describe(error))
-        for index, result in enumerate(results, start=1):
-            with image.reading(place := f"{image.place}, region {index}"):
-                _add_result(image, place, result)
+        for index, region in enumerate(regions, start=1):
+            with image.reading(f"{image.place}, region {index}") as place:
+                _add_region(image, place, region)
         yield image
 
 
 def _read_tasks(file: str) -> list[dict[str, Any]]:
     """Returns the rows of a CSV export as tasks of JSON-MIN."""
-    keys = ("label", "bbox")
-    return [
-        {**row, **{key: json.loads(row[key]) for key in keys if row.get(key, "").startswith("[")}}
-        for row in read_table(file)
-    ]
+    tasks = []
+    for row in read_table(file):
+        task: dict[str, Any] = dict(row)
+        for key in ("label", "bbox"):
+            if row.get(key, "").startswith("["):
+                task[key] = json.loads(row[key])
+        tasks.append(task)
+    return tasks
 
 
 def _read_task(image: Task, task: Any) -> Sequence[Any]:
@@ -122,51 +135,54 @@ def _read_task(image: Task, task: Any) -> Sequence[Any]:
         raise ValueError(f"it must be a JSON object, but is {short(task)}")
     data = task.get("data", task)
     texts = [value for value in data.values() if isinstance(value, str) and "." in value]
-    named = [data[key] for key in ("image", "img", "ocr") if key in data]
-    addresses = [*named, *texts]
+    addresses = [data[key] for key in ("image", "img", "ocr") if key in data] or texts
     if not addresses:
         raise ValueError("it names no image")
     image.place = f"{image.place.rpartition(' ')[0]} {task.get('id', '')}".rstrip()
     image.name = find_path(str(addresses[0]))
-    attempts = task.get("annotations", task.get("completions"))
-    if attempts is None:  # JSON-MIN
+    annotations = task.get("annotations", task.get("completions"))
+    if annotations is None:  # JSON-MIN
         return list(task.get("label") or task.get("bbox") or [])
-    done = [one for one in attempts if not one.get("was_cancelled")]
-    image.num_annotations = len(done)
-    truth = [one for one in done if one.get("ground_truth")]
-    chosen = (truth or done)[-1:]
-    return [region for one in chosen for region in one["result"]]
+    finished = [entry for entry in annotations if not entry.get("was_cancelled")]
+    image.num_annotations = len(finished)
+    ground_truth = [entry for entry in finished if entry.get("ground_truth")]
+    if not finished:
+        return []
+    chosen = (ground_truth or finished)[-1]
+    return list(chosen["result"])
 
 
-def _add_result(image: LabelledImage, place: str, result: Mapping[str, Any]) -> None:
+def _add_region(image: LabelledImage, place: str, region: Mapping[str, Any]) -> None:
     """Adds a region, whose coordinates are percentages of the image's sides, to an image."""
-    value = result.get("value", result)
+    value = region.get("value", region)
     kind = next((key for key in value if key.endswith("labels")), None)
     if kind is None and value and value.keys() <= _SHAPE:
         raise ValueError("it has no class")
     if kind is None or kind in ("labels", "choices"):  # not about a region
         return
-    source = {**result, **value}
-    wide = float(source.get("original_width") or 1)
-    high = float(source.get("original_height") or 1)
-    turn = float(value.get("rotation") or 0)
+    fields = {**region, **value}
+    image_width = float(fields.get("original_width") or 1)
+    image_height = float(fields.get("original_height") or 1)
+    degrees = float(value.get("rotation") or 0)
 
-    # Rotations are in pixel coordinates.
-    def pixels(*keys: str) -> list[float]:
-        sides = {"x": wide, "width": wide, "radiusX": wide}
-        return [value[key] / 100 * sides.get(key, high) for key in keys]
+    # Shapes are rotated in pixels.
+    def pixels(x_key: str, y_key: str) -> tuple[float, float]:
+        return value[x_key] / 100 * image_width, value[y_key] / 100 * image_height
 
     if "points" in value and kind != "brushlabels":
-        points = [(x / 100 * wide, y / 100 * high) for x, y in value["points"]]
+        points = [(x / 100 * image_width, y / 100 * image_height) for x, y in value["points"]]
     elif kind == "ellipselabels":
-        x, y, rx, ry = pixels("x", "y", "radiusX", "radiusY")
-        points = enclose_ellipse(x, y, rx, ry, turn)
+        x, y = pixels("x", "y")
+        radius_x, radius_y = pixels("radiusX", "radiusY")
+        points = enclose_ellipse(x, y, radius_x, radius_y, degrees)
     elif kind == "rectanglelabels":
-        box = corners(*pixels("x", "y", "width", "height"))
-        points = rotate_box(*box[0], *box[1], turn, box[0])
+        left, top = pixels("x", "y")
+        width, height = pixels("width", "height")
+        around = (left, top)
+        points = rotate_box(left, top, left + width, top + height, degrees, around)
     else:
         raise NoBoxError(f"regions of the kind '{kind}' have no box")
-    shares = [(x / wide, y / high) for x, y in points]
+    shares = [(x / image_width, y / image_height) for x, y in points]
     image.add(place, next(iter(value[kind]), None), shares, is_relative=True)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from qbheat_det.data.checks import short
 from qbheat_det.data.datasets.label_kinds import LabelKind, json_object
-from qbheat_det.data.datasets.labelled_image import LabelledImage, NoBoxError
+from qbheat_det.data.datasets.labelled_image import LabelledImage, NoBoxError, enclose_ellipse
 from qbheat_det.data.datasets.text_files import UnreadableFileError, read_json
 
 from .base import Format, find_per_image, read_per_image
@@ -24,13 +24,15 @@ def parse(file: str) -> dict[str, Any]:
 def add_shapes(image: LabelledImage, content: Mapping[str, Any]) -> None:
     """Adds the shapes in the content of a file to an image."""
     for number, shape in enumerate(content["shapes"], start=1):
-        with image.reading(place := f"{image.label_file}, shape {number}"):
+        with image.reading(f"{image.label_file}, shape {number}") as place:
             image.add(place, shape.get("label"), find_points(shape))
 
 
 def _read_name(content: Mapping[str, Any]) -> str:
-    name = content.get("imagePath")
-    return name.replace("\\", "/").rpartition("/")[2] if isinstance(name, str) else ""
+    path = content.get("imagePath")
+    if not isinstance(path, str):
+        return ""
+    return path.replace("\\", "/").rpartition("/")[2]
 
 
 def find_points(shape: Mapping[str, Any]) -> list[tuple[float, float]]:
@@ -38,13 +40,13 @@ def find_points(shape: Mapping[str, Any]) -> list[tuple[float, float]]:
     kind = shape.get("shape_type", "polygon")
     points = [(float(x), float(y)) for x, y in shape["points"]]
     if kind == "circle":  # its centre, and a point on it
-        (x, y), edge = points
-        radius = math.dist((x, y), edge)
-        return [(x - radius, y - radius), (x + radius, y + radius)]
-    smallest = {"rectangle": 2, "polygon": 3, "linestrip": 2, "rotation": 4, "mask": 2}
-    if kind not in smallest:
+        centre, edge = points
+        radius = math.dist(centre, edge)
+        return enclose_ellipse(*centre, radius, radius)
+    min_points = {"rectangle": 2, "polygon": 3, "linestrip": 2, "rotation": 4, "mask": 2}
+    if kind not in min_points:
         raise NoBoxError(f"a shape {short(kind)} has no box")
-    if len(points) < smallest[kind]:
+    if len(points) < min_points[kind]:
         raise ValueError(f"a shape {short(kind)} needs more than {len(points)} points")
     return points
 

@@ -16,7 +16,7 @@ from qbheat_det.data.datasets.text_files import UnreadableFileError, read_json
 
 from .base import Format, LabelSet, read_per_image
 
-_HEAD = 64  # bytes of a PNG file up to its size
+_PNG_HEADER_SIZE = 64  # bytes, which include the size of the image
 
 
 def find_supervisely(tree: FileTree) -> list[LabelSet]:
@@ -25,10 +25,10 @@ def find_supervisely(tree: FileTree) -> list[LabelSet]:
     manifests = tree.label_files.get("supervisely meta", [])
     groups = group_per_image_files(tree, files)
     if len(manifests) == 1 and len(groups) > 1:  # folders of one project
-        groups = {(): [path for own in groups.values() for path in own]}
+        groups = {(): [path for group in groups.values() for path in group]}
     return [
-        LabelSet(base, sort_into_parts(tree, own, base, by_folder=True), manifests)
-        for base, own in groups.items()
+        LabelSet(base, sort_into_parts(tree, group, base, by_folder=True), manifests)
+        for base, group in groups.items()
     ]
 
 
@@ -42,26 +42,28 @@ def parse(file: str) -> dict[str, Any]:
 
 def add_objects(image: LabelledImage, content: Mapping[str, Any]) -> None:
     """Adds the objects in the content of a file to an image."""
-    for number, thing in enumerate(content["objects"], start=1):
-        with image.reading(place := f"{image.label_file}, object {number}"):
-            image.add(place, thing["classTitle"], _find_points(thing))
+    for number, entry in enumerate(content["objects"], start=1):
+        with image.reading(f"{image.label_file}, object {number}") as place:
+            image.add(place, entry["classTitle"], _find_points(entry))
 
 
-def _find_points(thing: Mapping[str, Any]) -> list[tuple[float, float]]:
-    kind = thing.get("geometryType")
+def _find_points(entry: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """Returns points that an object's box encloses. Raises a ``NoBoxError`` for a point."""
+    kind = entry.get("geometryType")
     if kind == "bitmap":
-        x, y = map(float, thing["bitmap"]["origin"])
-        return corners(x, y, *_read_size(thing["bitmap"]["data"]))
+        x, y = map(float, entry["bitmap"]["origin"])
+        width, height = _read_mask_size(entry["bitmap"]["data"])
+        return corners(x, y, width, height)
     if kind not in ("rectangle", "polygon", "line"):
         raise NoBoxError(f"a geometry {short(kind)} has no box")
-    return [(float(x), float(y)) for x, y in thing["points"]["exterior"]]
+    return [(float(x), float(y)) for x, y in entry["points"]["exterior"]]
 
 
-def _read_size(data: str) -> tuple[int, int]:
+def _read_mask_size(data: str) -> tuple[int, int]:
     """Returns (width, height) of a mask, which is a PNG file compressed by zlib, in base64."""
     # Only the header is unpacked.
     try:
-        head = zlib.decompressobj().decompress(base64.b64decode(data), _HEAD)
+        head = zlib.decompressobj().decompress(base64.b64decode(data), _PNG_HEADER_SIZE)
         width, height = struct.unpack(">II", head[16:24])
     except (zlib.error, struct.error) as error:
         raise ValueError(f"its bitmap is damaged ({error})") from error

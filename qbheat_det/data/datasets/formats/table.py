@@ -8,6 +8,7 @@ LabelName, XMin, …"), boxes are fractions of the image's sides.
 import csv
 import dataclasses
 import functools
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data.datasets.file_tree import FileTree
-from qbheat_det.data.datasets.image_suffixes import IMAGE_SUFFIXES, UNREAD_SUFFIXES
+from qbheat_det.data.datasets.image_suffixes import is_image_name
 from qbheat_det.data.datasets.label_kinds import Ends, LabelKind
 from qbheat_det.data.datasets.labelled_image import LabelledImage, corners
 from qbheat_det.data.datasets.layout import part_of_name
@@ -49,9 +50,10 @@ _SPLIT = ("split", "subset", "set", "partition", "usage", "fold")
 _EMPTY = ("", "nan", "none", "null", "na", "n/a", "-", "[]")
 _CLASS_WORDS = ("class", "label", "categ", "type", "species", "kind", "klass")
 _NO_CLASSES = ("source", "split", "set", "usage", "url", "user", "date", "comment", "folder")
+_MIN_NUMBERS = 4  # in a row that may have a box
 _OPEN_IMAGES = "imageid"  # marks Open Images, if there are corners
 _DESCRIPTIONS = "class-descriptions"  # a file of Open Images that maps codes to class names
-_NEEDED = (
+_REQUIRED = (
     "a column of images (such as filename), one of classes (such as class), and xmin, ymin, xmax, "
     "ymax, or x, y, width, height, or bbox with [x, y, width, height]"
 )
@@ -79,34 +81,46 @@ class Columns(NamedTuple):
     has_header: bool = True
 
 
-def _read_corners(texts: Sequence[str]) -> Points:
-    left, top, right, bottom = map(_number, texts)
+def _read_corners(cells: Sequence[str]) -> Points:
+    left, top, right, bottom = map(_parse_number, cells)
     return [(left, top), (right, bottom)]
 
 
-def _read_quad(texts: Sequence[str]) -> Points:
-    numbers = list(map(_number, texts))
-    xs, ys = numbers[::2], numbers[1::2]
+def _read_quad(cells: Sequence[str]) -> Points:
+    numbers = list(map(_parse_number, cells))
+    xs = numbers[::2]
+    ys = numbers[1::2]
     return [(min(xs), min(ys)), (max(xs), max(ys))]
 
 
-def _read_sizes(texts: Sequence[str]) -> Points:
-    return corners(*map(_number, texts))
+def _read_sizes(cells: Sequence[str]) -> Points:
+    x, y, width, height = map(_parse_number, cells)
+    return corners(x, y, width, height)
 
 
-def _read_centers(texts: Sequence[str]) -> Points:
-    x, y, width, height = map(_number, texts)
+def _read_centers(cells: Sequence[str]) -> Points:
+    x, y, width, height = map(_parse_number, cells)
     return corners(x - width / 2, y - height / 2, width, height)
 
 
-def _read_list(texts: Sequence[str]) -> Points:
-    numbers = re.findall(r"[-+0-9.eE]+", texts[0])
+def _read_list(cells: Sequence[str]) -> Points:
+    numbers = re.findall(r"[-+0-9.eE]+", cells[0])
     if len(numbers) != 4:
-        raise ValueError(f"its bbox must have four numbers, but is {texts[0]!r}")
-    return corners(*map(_number, numbers))
+        raise ValueError(f"its bbox must have four numbers, but is {cells[0]!r}")
+    return _read_sizes(numbers)
 
 
-def _number(text: str) -> float:
+# The columns of a box, and how to read them. The first layout whose columns all exist is used.
+_LAYOUTS: tuple[tuple[tuple[Sequence[str], ...], Callable[[Sequence[str]], Points]], ...] = (
+    (tuple((name,) for name in _QUAD), _read_quad),
+    ((_LEFT, _TOP, _RIGHT, _BOTTOM), _read_corners),
+    ((_CENTER_X, _CENTER_Y, _WIDTH, _HEIGHT), _read_centers),
+    ((_X, _Y, _WIDTH, _HEIGHT), _read_sizes),
+    ((_BOX,), _read_list),
+)
+
+
+def _parse_number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
@@ -121,29 +135,19 @@ def find_columns(header: Sequence[str], row: Sequence[str] = ()) -> Columns | No
     unknown names, and are then found in the first row.
     """
     names = [_clean(cell) for cell in header]
-
-    def find(known: Sequence[str], but: Sequence[int | None] = ()) -> int | None:
-        places = (names.index(name) for name in known if name in names)
-        return next((place for place in places if place not in but), None)
-
-    layouts: tuple[tuple[tuple[Sequence[str], ...], Callable[[Sequence[str]], Points]], ...] = (
-        (tuple((name,) for name in _QUAD), _read_quad),
-        ((_LEFT, _TOP, _RIGHT, _BOTTOM), _read_corners),
-        ((_CENTER_X, _CENTER_Y, _WIDTH, _HEIGHT), _read_centers),
-        ((_X, _Y, _WIDTH, _HEIGHT), _read_sizes),
-        ((_BOX,), _read_list),
-    )
-    for keys, to_points in layouts:
-        box = [place for known in keys if (place := find(known)) is not None]
-        if len(box) < len(keys):
+    for keys, to_points in _LAYOUTS:
+        box = [_find_column(names, known) for known in keys]
+        if None in box:
             continue
-        image = next((place for place, cell in enumerate(row) if _is_image(cell)), None)
-        image = find(_IMAGE) if image is None else image
+        image = next((place for place, cell in enumerate(row) if is_image_name(cell)), None)
+        if image is None:
+            image = _find_column(names, _IMAGE)
         if image is None:
             return None
-        label = _choose_label(names, row, (image, *box))
+        box_columns = tuple(place for place in box if place is not None)
+        label = _choose_label(names, row, (image, *box_columns))
         is_relative = names[image] == _OPEN_IMAGES and "labelname" in names
-        return Columns(image, label, tuple(box), to_points, is_relative)
+        return Columns(image, label, box_columns, to_points, is_relative)
     return _find_columns_without_header(header)
 
 
@@ -152,130 +156,165 @@ def _clean(name: str) -> str:
     return re.sub(r"[\s_.\"'-]", "", name.strip("\ufeff").lower())
 
 
-def _is_image(text: str) -> bool:
-    return os.path.splitext(text)[1].lower() in IMAGE_SUFFIXES | UNREAD_SUFFIXES
+def _find_column(names: Sequence[str], known: Sequence[str]) -> int | None:
+    """Returns the column that has the first possible one of several known names, or None."""
+    for name in known:
+        if name in names:
+            return names.index(name)
+    return None
 
 
 def _choose_label(names: Sequence[str], row: Sequence[str], others: Sequence[int]) -> int | None:
-    """Returns the column of classes: one with a known name and texts, if there is one."""
+    """Returns the column of classes, or None.
+
+    A column with a known name and a text is preferred to one that only has a text, and this to one
+    that only has a known name. ``others`` are the columns of the image and the box.
+    """
     known = [names.index(name) for name in _CLASS if name in names]
     known = [place for place in known if place not in others]
-    texts = [place for place in known if place < len(row) and not _is_number(row[place])]
-    unknown = _find_label(names, row, others) if not texts else None
-    return next(iter([*texts, *([] if unknown is None else [unknown]), *known]), None)
+    for place in known:
+        if place < len(row) and not _is_number(row[place]):
+            return place
+    label = _find_label(names, row, others)
+    if label is None and known:
+        return known[0]
+    return label
 
 
 def _find_label(names: Sequence[str], row: Sequence[str], others: Sequence[int]) -> int | None:
-    """Returns the only column that may have classes, or None."""
+    """Returns the only column that may have classes by its content, or None."""
     texts = [
         place
         for place, cell in enumerate(row[: len(names)])
         if place not in others and cell and not _is_number(cell)
     ]
-    telling = [place for place in texts if any(word in names[place] for word in _CLASS_WORDS)]
-    if len(telling) == 1:
-        return telling[0]
-    texts = [place for place in texts if names[place] not in _NO_CLASSES]
-    return texts[0] if len(texts) == 1 else None
+    for places in (
+        [place for place in texts if any(word in names[place] for word in _CLASS_WORDS)],
+        [place for place in texts if names[place] not in _NO_CLASSES],
+    ):
+        if len(places) == 1:
+            return places[0]
+    return None
 
 
-def _find_columns_without_header(first: Sequence[str]) -> Columns | None:
+def _find_columns_without_header(row: Sequence[str]) -> Columns | None:
     """Returns the columns of a table without a header, which are in one of these orders.
 
     "path,x1,y1,x2,y2,class", the same with the width and height of the image at the end (SKU-110K),
     and "path,width,height,class,x1,y1,x2,y2".
     """
-    suffix = os.path.splitext(first[0])[1].lower() if first else ""
-    if suffix not in IMAGE_SUFFIXES | UNREAD_SUFFIXES:
+    if not row or not is_image_name(row[0]):
         return None
-    for length, label, box in (
+    for num_columns, label, box in (
         (6, 5, (1, 2, 3, 4)),
         (8, 5, (1, 2, 3, 4)),
         (8, 3, (4, 5, 6, 7)),
     ):
-        texts = [first[place] for place in box] if len(first) == length else [""]
-        if len(first) == length and (all(map(_is_number, texts)) or not any(texts)):
+        if len(row) != num_columns:
+            continue
+        cells = [row[place] for place in box]
+        if all(map(_is_number, cells)) or not any(cells):
             return Columns(0, label, box, _read_corners, has_header=False)
     return None
 
 
 def _is_number(text: str) -> bool:
     try:
-        return float(text) == float(text)
+        return not math.isnan(float(text))
     except ValueError:
         return False
+
+
+class Header(NamedTuple):
+    """What the first lines of a table tell.
+
+    Attributes:
+        first, second: cells of the first two lines that are not blank.
+        delimiter: the character between cells.
+    """
+
+    first: list[str]
+    second: list[str]
+    delimiter: str
+
+    @property
+    def columns(self) -> Columns | None:
+        """The columns; None if it is no table of boxes."""
+        return find_columns(self.first, self.second)
+
+    @property
+    def split(self) -> int | None:
+        """The column that tells the part of each row, or None."""
+        if self.columns is None or not self.columns.has_header:
+            return None
+        return _find_column([_clean(cell) for cell in self.first], _SPLIT)
+
+    @classmethod
+    def parse(cls, lines: Sequence[str]) -> "Header":
+        """Parses the first lines of a table."""
+        if not lines:
+            return cls([], [], ",")
+        delimiter = max(",;\t|", key=lines[0].count)
+        rows: list[list[str]] = []
+        for line in lines[:2]:
+            cells = next(csv.reader([line], delimiter=delimiter), [])
+            rows.append([cell.strip() for cell in cells])
+        if len(rows) == 1:
+            rows.append([])
+        return cls(rows[0], rows[1], delimiter)
+
+    @classmethod
+    def read(cls, path: str) -> "Header":
+        """Reads the first lines of a table."""
+        ends = Ends.read(path)
+        return cls.parse(ends.lines if ends else ())
 
 
 def find_table(tree: FileTree) -> list[LabelSet]:
     """Finds tables. The parts of a table are told by its name, or by a column such as "split"."""
     sets = []
-    for one in find_sets(tree, tree.label_files.get("table", ())):
+    for label_set in find_sets(tree, tree.label_files.get("table", ())):
         parts: dict[str, list[tuple[str, str]]] = {}
-        for part, files in one.parts.items():
+        for part, files in label_set.parts.items():
             for file in files:
                 for value in _list_splits(file) or [""]:
-                    name = part_of_name(value) or part if value else part
-                    parts.setdefault(name, []).append((file, value))
-        sets.append(LabelSet(one.base, parts))
+                    part_of_value = part_of_name(value) or part
+                    parts.setdefault(part_of_value, []).append((file, value))
+        sets.append(LabelSet(label_set.base, parts))
     return sets
-
-
-def _find_split(file: str) -> int | None:
-    """Returns the column that tells the part of each row, or None."""
-    columns = _read_columns(file)
-    if columns is None or not columns.has_header:
-        return None
-    names = [_clean(cell) for cell in _read_first(file)[0]]
-    return next((names.index(name) for name in _SPLIT if name in names), None)
 
 
 def _list_splits(file: str) -> list[str]:
     """Returns the values of the column that tells the part of each row."""
-    place = _find_split(file)
-    if place is None:
+    header = Header.read(file)
+    split = header.split
+    if split is None:
         return []
-    rows = read_rows(file, _read_first(file)[2])[1:]
-    values = dict.fromkeys(row[place].strip() for _, row in rows if len(row) > place)
-    return list(values) if any(map(part_of_name, values)) else []
+    rows = read_rows(file, header.delimiter)[1:]
+    values = dict.fromkeys(row[split].strip() for _, row in rows if len(row) > split)
+    if not any(map(part_of_name, values)):
+        return []
+    return list(values)
 
 
 def _is_table(ends: Ends) -> bool:
-    return find_columns(*_split_lines(ends.lines)[:2]) is not None
-
-
-def _split_lines(lines: Sequence[str]) -> tuple[list[str], list[str], str]:
-    """Returns the cells of the first and the second line of a table, and its delimiter."""
-    counts = {mark: lines[0].count(mark) if lines else 0 for mark in ",;\t|"}
-    delimiter = max(counts, key=lambda mark: counts[mark])
-    rows = [next(csv.reader([line], delimiter=delimiter), []) for line in lines[:2]]
-    first, second = [*rows, [], []][:2]
-    return [cell.strip() for cell in first], [cell.strip() for cell in second], delimiter
-
-
-def _read_first(path: str) -> tuple[list[str], list[str], str]:
-    """Returns the cells of the first and the second line of a table, and its delimiter."""
-    ends = Ends.read(path)
-    return _split_lines(ends.lines if ends else ())
-
-
-def _read_columns(path: str) -> Columns | None:
-    return find_columns(*_read_first(path)[:2])
+    return Header.parse(ends.lines).columns is not None
 
 
 def describe_columns(path: str) -> str:
     """Returns a message with the columns that a table has, and those that it needs."""
-    first = ", ".join(_read_first(path)[0])
-    return f"'{path}' has the columns {first or '(none)'}, but --data needs {_NEEDED}"
+    columns = ", ".join(Header.read(path).first) or "(none)"
+    return f"'{path}' has the columns {columns}, but --data needs {_REQUIRED}"
 
 
 def names_images(path: str) -> bool:
     """Returns whether a table has a column of images."""
-    return any(map(_is_image, _read_first(path)[1]))
+    return any(map(is_image_name, Header.read(path).second))
 
 
 def has_unknown_boxes(path: str) -> bool:
     """Returns whether a table has images and four numbers or more in columns of unknown names."""
-    return names_images(path) and sum(map(_is_number, _read_first(path)[1])) >= 4
+    return names_images(path) and sum(map(_is_number, Header.read(path).second)) >= _MIN_NUMBERS
 
 
 def read_table(tree: FileTree, labels: LabelSet, part: str) -> Labels:
@@ -283,50 +322,56 @@ def read_table(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     result = Labels([])
     for file, value in labels.parts[part]:
         read_part = read_with(functools.partial(read_file, value=value), "CSV")
-        one = read_part(tree, LabelSet(labels.base, {part: [file]}), part)
-        result.files += one.files
-        result.notes += one.notes
-        result.images += one.images
-    tables = list(dict.fromkeys(result.files))
-    names = _read_descriptions(tree, result)
-    for file in tables:
-        columns = _read_columns(file) or _NO_COLUMNS
-        if columns.label is None:
+        table = read_part(tree, LabelSet(labels.base, {part: [file]}), part)
+        result.files += table.files
+        result.notes += table.notes
+        result.images += table.images
+    for file in dict.fromkeys(result.files):
+        header = Header.read(file)
+        columns = header.columns
+        if columns is None or columns.label is None:
             note = f"'{file}' has no column of classes: all boxes have '{ONLY_CLASS}'"
             result.notes.append(note)
         elif columns.has_header and columns.image != columns.label:
-            names_of_columns = _read_first(file)[0]
-            result.notes += _note_guesses(file, columns, names_of_columns)
-        for image in result.images if columns.is_relative else ():
-            if image.reason and image.reason.item == "missing image":
-                # The tables of Open Images list images that most users do not have.
-                image.reason = dataclasses.replace(image.reason, is_fault=False)
-    for image in result.images if names else ():
-        image.boxes = [box._replace(name=names.get(box.name, box.name)) for box in image.boxes]
+            result.notes += _note_guesses(file, columns, header.first)
+        if columns and columns.is_relative:
+            _excuse_missing_images(result.images)
+    _replace_codes(tree, result)
     return result
 
 
-def _note_guesses(file: str, columns: Columns, header: Sequence[str]) -> list[str]:
+def _note_guesses(file: str, columns: Columns, names: Sequence[str]) -> list[str]:
     """Returns notes of columns that were found by their content."""
-    known = {columns.image: _IMAGE, columns.label: _CLASS}
-    words = {columns.image: "images", columns.label: "classes"}
-    return [
-        f"'{file}': the column '{header[place]}' has the {words[place]}"
-        for place, names in known.items()
-        if place is not None and _clean(header[place]) not in names
-    ]
+    notes = []
+    for place, known, content in (
+        (columns.image, _IMAGE, "images"),
+        (columns.label, _CLASS, "classes"),
+    ):
+        if place is not None and _clean(names[place]) not in known:
+            notes.append(f"'{file}': the column '{names[place]}' has the {content}")
+    return notes
 
 
-_NO_COLUMNS = Columns(0, None, (), _read_corners)
+def _excuse_missing_images(images: Sequence[LabelledImage]) -> None:
+    """Counts missing images as no faults.
+
+    The tables of Open Images list images that most users do not have.
+    """
+    for image in images:
+        if image.reason and image.reason.item == "missing image":
+            image.reason = dataclasses.replace(image.reason, is_fault=False)
 
 
-def _read_descriptions(tree: FileTree, result: Labels) -> dict[str, str]:
-    """Returns the class names of the codes of Open Images, if their file is there."""
-    for path in tree.others:
-        if os.path.basename(path).startswith(_DESCRIPTIONS) and path.endswith(".csv"):
-            result.files.append(path)
-            return {row[0]: row[1] for _, row in read_rows(path) if len(row) == 2}
-    return {}
+def _replace_codes(tree: FileTree, result: Labels) -> None:
+    """Replaces the codes of Open Images by class names, if their file is there."""
+    tables = [path for path in tree.others if path.endswith(".csv")]
+    descriptions = [path for path in tables if os.path.basename(path).startswith(_DESCRIPTIONS)]
+    if not descriptions:
+        return
+    result.files.append(descriptions[0])
+    names = {row[0]: row[1] for _, row in read_rows(descriptions[0]) if len(row) == 2}
+    for image in result.images:
+        image.boxes = [box._replace(name=names.get(box.name, box.name)) for box in image.boxes]
 
 
 def read_file(file: str, value: str = "") -> list[LabelledImage]:
@@ -336,23 +381,27 @@ def read_file(file: str, value: str = "") -> list[LabelledImage]:
 
     Raises a ``UserError`` if the table has not the columns that are needed.
     """
-    columns = _read_columns(file)
+    header = Header.read(file)
+    columns = header.columns
     if columns is None:
         raise UserError(describe_columns(file))
-    delimiter = _read_first(file)[2]
+    split = header.split or 0
+    rows = [
+        (number, [cell.strip() for cell in row])
+        for number, row in read_rows(file, header.delimiter)
+        if any(cell.strip() for cell in row)
+    ]
+    if columns.has_header:
+        del rows[:1]
+    num_columns = 1 + max((columns.image, columns.label or 0, *columns.box))
     images: dict[str, LabelledImage] = {}
-    split = _find_split(file) or 0
-    is_first = columns.has_header
-    used = [columns.image, *columns.box, *([columns.label] if columns.label is not None else [])]
-    for number, row in read_rows(file, delimiter):
-        if is_first or not any(cell.strip() for cell in row):
-            is_first &= not any(cell.strip() for cell in row)
+    for number, row in rows:
+        if value and (len(row) <= split or row[split] != value):
             continue
-        if value and (len(row) <= split or row[split].strip() != value):
-            continue
-        cells = [row[place].strip() if place < len(row) else "" for place in used]
-        name, box = cells[0], cells[1 : 1 + len(columns.box)]
-        label = cells[-1] if columns.label is not None else ONLY_CLASS
+        cells = row + [""] * (num_columns - len(row))
+        name = cells[columns.image]
+        box = [cells[column] for column in columns.box]
+        class_name = ONLY_CLASS if columns.label is None else cells[columns.label]
         place = f"{file}, line {number}"
         image = images.setdefault(name, LabelledImage(place, name))
         # Images without objects have empty boxes, and may have a class such as "No finding".
@@ -362,7 +411,7 @@ def read_file(file: str, value: str = "") -> list[LabelledImage]:
             if not name:
                 raise ValueError("it names no image")
             points = columns.to_points(box)
-            image.add(place, label, points, is_relative=columns.is_relative, is_box=True)
+            image.add(place, class_name, points, is_relative=columns.is_relative, is_box=True)
     return list(images.values())
 
 

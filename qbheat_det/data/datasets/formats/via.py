@@ -10,8 +10,9 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
 from qbheat_det.data.checks import short
 from qbheat_det.data.datasets.file_tree import FileTree
-from qbheat_det.data.datasets.label_kinds import Ends, LabelKind, json_object, starts_with
+from qbheat_det.data.datasets.label_kinds import Ends, LabelKind, starts_with
 from qbheat_det.data.datasets.labelled_image import (
+    Box,
     LabelledImage,
     NoBoxError,
     corners,
@@ -30,39 +31,51 @@ from .base import (
     read_with,
 )
 
+_NO_CLASS = "\0"  # marks a missing class until all regions are read
+
+ImageEntry = tuple[str, Any, list[Any] | None]
+"""Location of an image's entry, the image's file name, and its regions or None."""
+
 
 def read_via(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     """Reads the files of a part. If no region has a class, all get the class "object"."""
     result = _read(tree, labels, part)
     boxes = [box for image in result.images for box in image.boxes]
-    if boxes and all(not box.name.strip("\0") for box in boxes):
+    if boxes and not any(map(_has_class, boxes)):
         result.notes.append(f"no region of VIA has a class: all get the class '{ONLY_CLASS}'")
         for image in result.images:
             image.boxes = [box._replace(name=ONLY_CLASS) for box in image.boxes]
         return result
     for image in result.images:
         for box in image.boxes:
-            if not box.name.strip("\0"):
+            if not _has_class(box):
                 image.leave_out_box(box.place, "it has no class")
-        image.boxes = [box for box in image.boxes if box.name.strip("\0")]
+        image.boxes = [box for box in image.boxes if _has_class(box)]
     return result
+
+
+def _has_class(box: Box) -> bool:
+    return bool(box.name.strip(_NO_CLASS))
 
 
 def read_file(file: str) -> Iterator[LabelledImage]:
     """Reads a project, or an export of annotations as JSON or CSV."""
-    read = _read_table if file.lower().endswith(".csv") else _read_project
-    entries = list(read(file))
-    key = _find_class_attribute(file, [one for *_, regions in entries for one in regions or ()])
-    for place, name, regions in entries:
-        image = LabelledImage(place, name)
+    if file.lower().endswith(".csv"):
+        entries = list(_read_table(file))
+    else:
+        entries = list(_read_project(file))
+    all_regions = [region for _, _, regions in entries for region in regions or ()]
+    class_key = _find_class_attribute(file, all_regions)
+    for place_of_image, name, regions in entries:
+        image = LabelledImage(place_of_image, name)
         if regions is None:
             image.miss("it has no list 'regions'")
         for number, region in enumerate(regions or (), start=1):
-            with image.reading(place := f"{image.place}, region {number}"):
+            with image.reading(f"{image.place}, region {number}") as place:
                 shape = region["shape_attributes"]
-                # "\0" marks a missing class until all regions are read.
-                label = choose_option(_list_values(region).get(key)) or "\0"
-                image.add(place, label, _find_points(shape), is_box=shape.get("name") == "rect")
+                class_name = choose_option(_list_values(region).get(class_key)) or _NO_CLASS
+                is_box = shape.get("name") == "rect"
+                image.add(place, class_name, _find_points(shape), is_box=is_box)
         yield image
 
 
@@ -85,42 +98,47 @@ def _find_class_attribute(file: str, regions: Sequence[Any]) -> str:
     for region in regions:
         for key, value in _list_values(region).items():
             is_checkbox[key] = isinstance(value, dict)
-    if known := [key for key in NAME_KEYS if key in is_checkbox]:
-        return known[0]
+    for key in NAME_KEYS:
+        if key in is_checkbox:
+            return key
     keys = [key for key in is_checkbox if not is_checkbox[key]] or list(is_checkbox)
     if len(keys) > 1:
         raise UserError(
             f"'{file}': one of the attributes {join_first(keys)} must have the name 'class', "
             "to tell which has the classes"
         )
-    return next(iter(keys), "")
+    if not keys:
+        return ""
+    return keys[0]
 
 
-def _read_project(file: str) -> Iterator[tuple[str, Any, list[Any] | None]]:
+def _read_project(file: str) -> Iterator[ImageEntry]:
     content = read_json(file)
     for key, entry in content.get("_via_img_metadata", content).items():
         regions = entry.get("regions") if isinstance(entry, dict) else None
-        if not isinstance(regions, dict | list):
+        if isinstance(regions, dict):
+            regions = list(regions.values())
+        if not isinstance(regions, list):
             yield f"{file}, image {short(key)}", "", None
             continue
-        regions = list(regions.values() if isinstance(regions, dict) else regions)
         name = entry.get("filename")
         yield f"{file}, image {short(name)}", name, regions
 
 
-def _read_table(file: str) -> Iterator[tuple[str, Any, list[Any] | None]]:
-    regions: dict[str, list[Any]] = {}
+def _read_table(file: str) -> Iterator[ImageEntry]:
+    regions_of: dict[str, list[Any]] = {}
     for row in read_table(file):
-        own = regions.setdefault(row["filename"], [])
+        regions = regions_of.setdefault(row["filename"], [])
         shape = json.loads(row["region_shape_attributes"] or "{}")
         if shape:
             attributes = json.loads(row["region_attributes"] or "{}")
-            own.append({"shape_attributes": shape, "region_attributes": attributes})
-    for name, own in regions.items():
-        yield f"{file}, image {short(name)}", name, own
+            regions.append({"shape_attributes": shape, "region_attributes": attributes})
+    for name, regions in regions_of.items():
+        yield f"{file}, image {short(name)}", name, regions
 
 
 def _find_points(shape: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """Returns points that a shape's box encloses. Raises a ``NoBoxError`` for a point."""
     kind = shape.get("name")
     if kind == "rect":
         return corners(*(float(shape[key]) for key in ("x", "y", "width", "height")))
@@ -129,8 +147,8 @@ def _find_points(shape: Mapping[str, Any]) -> list[tuple[float, float]]:
     if kind == "circle":
         return enclose_ellipse(shape["cx"], shape["cy"], shape["r"], shape["r"])
     if kind == "ellipse":
-        turn = math.degrees(shape.get("theta") or 0)
-        return enclose_ellipse(shape["cx"], shape["cy"], shape["rx"], shape["ry"], turn)
+        degrees = math.degrees(shape.get("theta") or 0)
+        return enclose_ellipse(shape["cx"], shape["cy"], shape["rx"], shape["ry"], degrees)
     raise NoBoxError(f"a shape {kind!r} has no box")
 
 
@@ -138,8 +156,9 @@ _read = read_with(read_file, "VGG Image Annotator")
 
 
 def _is_via(ends: Ends) -> bool:
-    has_regions = json_object(("regions", "filename"))
-    return has_regions(ends) or (ends.start.lstrip().startswith("{") and '"_via_' in ends.both)
+    if not ends.start.lstrip().startswith("{"):
+        return False
+    return '"_via_' in ends.both or ends.have_keys([("regions", "filename")])
 
 
 VIA = Format(

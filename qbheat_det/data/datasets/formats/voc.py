@@ -29,15 +29,18 @@ from .base import Format, Labels, LabelSet, read_per_image
 
 
 def find_voc(tree: FileTree) -> list[LabelSet]:
-    """Finds XML files. Files such as ``ImageSets/Main/train.txt`` list the parts, or else folders
-    tell them.
+    """Finds XML files.
+
+    Files such as ``ImageSets/Main/train.txt`` list the parts. Without them, folders tell the parts.
     """
     files = tree.label_files.get("voc", ())
     sets = []
-    for base, own in group_per_image_files(tree, files).items():
-        parts = _find_lists(tree, base)
-        folders = sort_into_parts(tree, own, base, by_folder=True)
-        sets.append(LabelSet(base, parts or folders, [*parts.values()]))
+    for base, group in group_per_image_files(tree, files).items():
+        lists = _find_lists(tree, base)
+        if lists:
+            sets.append(LabelSet(base, lists, list(lists.values())))
+        else:
+            sets.append(LabelSet(base, sort_into_parts(tree, group, base, by_folder=True)))
     return sets
 
 
@@ -50,9 +53,12 @@ def _find_lists(tree: FileTree, base: Folders) -> dict[str, str]:
     for names in (("ImageSets", "Main"), ("ImageSets",), ()):
         folder = os.path.join(top, *names)
         lists = find_lists_of_parts(tree, folder)
-        if lists.keys() & {"train", "all"} and (names or len(lists) > 1):
-            if "train" in lists:
-                lists.pop("all", None)
+        if not names and len(lists) < 2:
+            continue
+        if "train" in lists:
+            lists.pop("all", None)
+            return lists
+        if "all" in lists:
             return lists
     return {}
 
@@ -61,78 +67,88 @@ def read_voc(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     """Reads the XML files of a part, see ``Format.read``."""
     if not labels.manifests:
         return _read(tree, labels, part)
-    result = Labels([], files=[labels.parts[part]])
+    list_file = labels.parts[part]
     base = os.path.join(tree.root, *labels.base)
-    every = [path for path in tree.label_files["voc"] if path.startswith(base)]
-    files = _read_list(labels.parts[part], every, result)
-    read = _read(tree, LabelSet(labels.base, {part: files}), part)
-    result.images += read.images
-    result.notes += read.notes
+    label_files = [path for path in tree.label_files["voc"] if path.startswith(base)]
+    listed, missing = _read_list(list_file, label_files)
+    result = _read(tree, LabelSet(labels.base, {part: listed}), part)
+    result.files.append(list_file)
+    result.images = [*missing, *result.images]
     return result
 
 
-def _read_list(place: str, files: Sequence[str], result: Labels) -> list[str]:
-    """Returns the label files of the images in a list, which is a file of ``ImageSets/Main``."""
-    by_stem = {stem_of(path): path for path in files}
-    # A line may be a path below the folder of the XML files.
-    folder = os.path.commonpath(list(map(os.path.dirname, files))) if files else ""
-    by_stem |= {os.path.splitext(os.path.relpath(path, folder))[0]: path for path in files}
-    chosen: dict[str, None] = {}
+def _read_list(list_file: str, label_files: Sequence[str]) -> tuple[list[str], list[LabelledImage]]:
+    """Reads a file of ``ImageSets/Main``.
+
+    Returns the label files of the images that it lists, and the images without a label file.
+    """
     try:
-        lines = read_lines(place)
+        lines = read_lines(list_file)
     except UnreadableFileError as error:
-        raise UserError(f"'{place}': {error}") from error
+        raise UserError(f"'{list_file}': {error}") from error
+    by_name = {stem_of(path): path for path in label_files}
+    if label_files:  # a line may be a path below the folder of the XML files
+        folder = os.path.commonpath([os.path.dirname(path) for path in label_files])
+        for path in label_files:
+            by_name[os.path.splitext(os.path.relpath(path, folder))[0]] = path
+    listed: dict[str, None] = {}
+    missing = []
     for number, line in lines:
         # A line is a name, which may contain spaces, or a name and a flag.
-        tried = (line, line.split()[0])
-        paths = [one for name in tried for one in (name, os.path.splitext(name)[0])]
+        first_word = line.split()[0]
+        paths = [line, os.path.splitext(line)[0], first_word, os.path.splitext(first_word)[0]]
         names = [*paths, *map(os.path.basename, paths)]
-        file = next((by_stem[name] for name in names if name in by_stem), None)
-        if file:
-            chosen[file] = None
-            continue
-        image = LabelledImage(f"{place}, line {number}")
-        image.miss(f"there is no XML file of the name '{line}'")
-        result.images.append(image)
-    return list(chosen)
+        label_file = next((by_name[name] for name in names if name in by_name), None)
+        if label_file:
+            listed[label_file] = None
+        else:
+            image = LabelledImage(f"{list_file}, line {number}")
+            image.miss(f"there is no XML file of the name '{line}'")
+            missing.append(image)
+    return list(listed), missing
 
 
 def _read_name(root: Element) -> str:
-    name = root.findtext("filename", "") or ""
-    return name.strip().replace("\\", "/").rpartition("/")[2]
+    path = root.findtext("filename", "").strip()
+    return path.replace("\\", "/").rpartition("/")[2]
 
 
 def _add_objects(image: LabelledImage, root: Element) -> None:
     """Adds the size and the boxes in an XML file to an image."""
-    width, height = (_read_side(root, key) for key in ("width", "height"))
+    width = _read_side(root, "size/width")
+    height = _read_side(root, "size/height")
     if width and height:
-        image.size = width, height
-    for number, thing in enumerate(root.iter("object"), start=1):
-        with image.reading(place := f"{image.label_file}, object {number}"):
-            _add_object(image, place, thing)
+        image.size = (width, height)
+    for number, entry in enumerate(root.iter("object"), start=1):
+        with image.reading(f"{image.label_file}, object {number}") as place:
+            left, top, right, bottom = _read_edges(entry)
+            image.add(
+                place,
+                entry.findtext("name", "").strip(),
+                [(left - 1, top - 1), (right, bottom)],
+                is_box=True,
+                is_crowd=entry.findtext("difficult", "").strip() == "1",
+            )
 
 
-def _read_side(root: Element, key: str) -> int:
-    text = (root.findtext(f"size/{key}", "") or "").strip()
-    return int(text) if text.isdecimal() and len(text) < 10 else 0
+def _read_side(root: Element, path: str) -> int:
+    """Returns the number in an element, or 0 if it has no valid one."""
+    text = root.findtext(path, "").strip()
+    if not text.isdecimal() or len(text) >= 10:
+        return 0
+    return int(text)
 
 
-def _add_object(image: LabelledImage, place: str, thing: Element) -> None:
-    try:
-        left, top, right, bottom = _read_edges(thing)
-    except (TypeError, ValueError):
-        raise ValueError("its bndbox must have the numbers xmin, ymin, xmax and ymax") from None
-    points = [(left - 1, top - 1), (right, bottom)]
-    is_crowd = (thing.findtext("difficult", "") or "").strip() == "1"
-    name = (thing.findtext("name", "") or "").strip()
-    image.add(place, name, points, is_box=True, is_crowd=is_crowd)
-
-
-def _read_edges(thing: Element) -> list[float]:
-    box = thing.find("bndbox")
+def _read_edges(entry: Element) -> list[float]:
+    """Returns the left, top, right and bottom edge of an object."""
+    requirement = "its bndbox must have the numbers xmin, ymin, xmax and ymax"
+    box = entry.find("bndbox")
     if box is None:
-        raise ValueError("it has no bndbox")
-    return [float(box.findtext(key) or "") for key in ("xmin", "ymin", "xmax", "ymax")]
+        raise ValueError(requirement)
+    try:
+        return [float(box.findtext(key, "")) for key in ("xmin", "ymin", "xmax", "ymax")]
+    except ValueError:
+        raise ValueError(requirement) from None
 
 
 _read = read_per_image(parse_xml, _add_objects, _read_name)
@@ -140,9 +156,10 @@ _read = read_per_image(parse_xml, _add_objects, _read_name)
 
 def _is_voc(ends: Ends) -> bool:
     text = ends.start
+    if "<annotation" not in text or "<annotations" in text:
+        return False
     # LabelMe's website has files of the same root, with polygons.
-    is_of_labelme = "<polygon>" in text and "<bndbox>" not in text
-    return "<annotation" in text and "<annotations" not in text and not is_of_labelme
+    return "<bndbox>" in text or "<polygon>" not in text
 
 
 VOC = Format(

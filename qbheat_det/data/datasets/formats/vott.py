@@ -2,6 +2,7 @@
 """VoTT's format: a JSON file per image, or an export with all images. Boxes are in pixels."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from qbheat_det.data.checks import short
 from qbheat_det.data.datasets.label_kinds import LabelKind, json_object
@@ -14,9 +15,11 @@ from .base import Format, find_by_kind, find_path, read_with
 def read_file(file: str) -> Iterator[LabelledImage]:
     """Reads the file of an image ("…-asset.json"), or a JSON export."""
     content = read_json(file)
-    for entry in content["assets"].values() if "assets" in content else [content]:
-        asset = entry.get("asset") if isinstance(entry, dict) else None
-        name = asset.get("name") if isinstance(asset, dict) else None
+    entries = [content]
+    if "assets" in content:
+        entries = list(content["assets"].values())
+    for entry in entries:
+        name = _find_name(entry)
         image = LabelledImage(f"{file}, asset {short(name)}")
         if not isinstance(name, str):
             image.miss("it has no asset with a name")
@@ -24,11 +27,18 @@ def read_file(file: str) -> Iterator[LabelledImage]:
             continue
         image.name = find_path(name)
         for number, region in enumerate(entry.get("regions") or (), start=1):
-            with image.reading(place := f"{image.place}, region {number}"):
+            with image.reading(f"{image.place}, region {number}") as place:
                 box = region["boundingBox"]
                 points = corners(*(float(box[key]) for key in ("left", "top", "width", "height")))
                 image.add(place, next(iter(region["tags"]), None), points, is_box=True)
         yield image
+
+
+def _find_name(entry: Any) -> object:
+    """Returns the name of the asset in an entry, or None."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("asset"), dict):
+        return None
+    return entry["asset"].get("name")
 
 
 VOTT = Format(

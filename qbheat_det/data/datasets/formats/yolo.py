@@ -13,7 +13,7 @@ folders, and the classes are in ``classes.txt``, ``obj.names`` or ``_darknet.lab
 import glob
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from qbheat_det.data.datasets.image_suffixes import is_image
 from qbheat_det.data.datasets.label_kinds import Ends, LabelKind, lines_like
 from qbheat_det.data.datasets.labelled_image import LabelledImage
 from qbheat_det.data.datasets.layout import (
+    Pairs,
     find_ending,
     find_images_of_stem,
     find_lists_of_parts,
@@ -35,6 +36,7 @@ from qbheat_det.data.datasets.layout import (
     group_per_image_files,
     pair,
     sort_into_parts,
+    split_at_last,
 )
 from qbheat_det.data.datasets.text_files import (
     UnreadableFileError,
@@ -47,7 +49,7 @@ from .base import Format, Labels, LabelSet, add_unpaired, find_foreign_labels, l
 
 _MANIFEST = "yolo manifest"
 _OBJECT = r"^\s*\d+(\.0*)?(\s+[-+0-9.eE]+|\s+nan){4,}\s*$"  # class and four numbers or more
-_LARGEST = 10_000_000  # largest size of a manifest in bytes
+_MAX_MANIFEST_SIZE = 10_000_000  # bytes
 _IS_DATA_YAML = re.compile(r"^[\"']?(names|nc)[\"']?\s*:", re.MULTILINE)
 _HAS_PART = re.compile(r"^[\"']?(train|val|test)[\"']?\s*:", re.MULTILINE)
 _HAS_LIST = re.compile(r"^\s*(train|valid|test)\s*=", re.MULTILINE)
@@ -57,8 +59,8 @@ _NAMES_FILES = (
     "class_names.txt",
 )
 _NAMES_SUFFIXES = (".names", ".labels")
-_LARGEST_COORDINATE = 2.0  # larger values cannot be fractions of a side
-_PARENTS = 3  # number of folders above a manifest in which its paths are looked up
+_MAX_COORDINATE = 2.0  # larger values cannot be fractions of a side
+_NUM_PARENTS = 3  # folders above a manifest in which its paths are looked up
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,11 @@ class Manifest:
     has_keypoints: bool = False
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def places(self) -> list[str]:
+        """The image folders and lists of all parts."""
+        return [place for places in self.parts.values() for place in places]
+
 
 def find_yolo(tree: FileTree) -> list[LabelSet]:
     """Finds manifests, and text files of labels without a manifest.
@@ -87,29 +94,32 @@ def find_yolo(tree: FileTree) -> list[LabelSet]:
         UserError: a manifest is invalid, see ``read_manifest``.
     """
     manifests = _read_manifests(tree.label_files.get(_MANIFEST, ()))
-    sets = [LabelSet(folders_of(tree, one.file), one.parts, [one.file]) for one in manifests]
-    files = [path for path in tree.label_files.get("yolo", ()) if not _has_names(path)]
-    if sets and not files and tree.list_other_labels("yolo"):
-        sets = []  # a data.yaml beside labels in another format
-    if sets:
-        for place in (path for one in sets for paths in one.parts.values() for path in paths):
-            if not tree.has(place):
-                tree.add(_find_root(place))
-        return sets
-    files = [path for path in files if find_images_of_stem(tree, stem_of(path))]
+    label_files = [path for path in tree.label_files.get("yolo", ()) if not _has_names(path)]
+    is_of_other_labels = not label_files and bool(tree.list_other_labels("yolo"))
+    if manifests and not is_of_other_labels:
+        for manifest in manifests:
+            for place in manifest.places:
+                if not tree.has(place):
+                    tree.add(_find_root(place))
+        return [
+            LabelSet(folders_of(tree, manifest.file), manifest.parts, [manifest.file])
+            for manifest in manifests
+        ]
+    label_files = [path for path in label_files if find_images_of_stem(tree, stem_of(path))]
     return [
-        LabelSet(base, sort_into_parts(tree, own, base, by_folder=True))
-        for base, own in group_per_image_files(tree, files).items()
+        LabelSet(base, sort_into_parts(tree, group, base, by_folder=True))
+        for base, group in group_per_image_files(tree, label_files).items()
     ]
 
 
 def _is_manifest(ends: Ends) -> bool:
     text = ends.start
-    is_of_darknet = _IS_OBJ_DATA.search(text) and _HAS_LIST.search(text)
-    return bool(is_of_darknet or (_IS_DATA_YAML.search(text) and _HAS_PART.search(text)))
+    if _IS_OBJ_DATA.search(text) and _HAS_LIST.search(text):  # of Darknet
+        return True
+    return bool(_IS_DATA_YAML.search(text) and _HAS_PART.search(text))
 
 
-def _read_manifests(files: Sequence[str]) -> list["Manifest"]:
+def _read_manifests(files: Sequence[str]) -> list[Manifest]:
     """Reads manifests, one per folder. Those that cannot be used are left out if others can.
 
     Raises:
@@ -124,15 +134,16 @@ def _read_manifests(files: Sequence[str]) -> list["Manifest"]:
             errors.append(error)
             continue
         first = manifests.setdefault(os.path.dirname(file), manifest)
-        for what, differs in (
-            ("class names", first.names != manifest.names),
-            ("parts", first.parts != manifest.parts),
-        ):
-            if differs:
-                raise UserError(
-                    f"'{first.file}' and '{file}' have different {what}: pass one of them with "
-                    "--data"
-                )
+        difference = ""
+        if first.names != manifest.names:
+            difference = "class names"
+        elif first.parts != manifest.parts:
+            difference = "parts"
+        if difference:
+            raise UserError(
+                f"'{first.file}' and '{file}' have different {difference}: pass one of them with "
+                "--data"
+            )
     if errors and not manifests:
         raise errors[0]
     return list(manifests.values())
@@ -141,11 +152,8 @@ def _read_manifests(files: Sequence[str]) -> list["Manifest"]:
 def _find_root(place: str) -> str:
     """Returns the folder that has the images and the labels of an image folder or list."""
     folder = place if os.path.isdir(place) else os.path.dirname(place)
-    names = folder.split(os.sep)
-    if "images" in names:
-        last = len(names) - 1 - names[::-1].index("images")
-        return os.sep.join(names[:last]) or os.sep
-    return folder
+    above, _, _ = split_at_last(folder, "images")
+    return above or folder
 
 
 def read_manifest(file: str) -> Manifest:
@@ -155,7 +163,7 @@ def read_manifest(file: str) -> Manifest:
         UserError: the file cannot be read, or its classes or folders are invalid.
     """
     try:
-        if os.path.getsize(file) > _LARGEST:
+        if os.path.getsize(file) > _MAX_MANIFEST_SIZE:
             raise UserError(f"'{file}' is too large for a data.yaml")
         text = read_text(file).content
         # All values are texts, so that names such as "off" and "0123" stay as they are written.
@@ -182,24 +190,32 @@ class _Loader(yaml.BaseLoader):
 
 
 def _parse_obj_data(text: str) -> dict[str, Any]:
-    rows = (line.partition("=") for _, line in number_lines(text))
-    return {key.strip(): value.strip() for key, separator, value in rows if separator}
+    content = {}
+    for _, line in number_lines(text):
+        key, separator, value = line.partition("=")
+        if separator:
+            content[key.strip()] = value.strip()
+    return content
 
 
 def _read_names(file: str, content: dict[str, Any]) -> list[str]:
+    """Returns the class names in the content of a manifest, see ``read_manifest``."""
     names: Any = content.get("names")
     if isinstance(names, str) and file.endswith(".data"):
-        found = find_ending(names, _list_folders(file))
-        if not found:
+        names_file = find_ending(names, _list_folders(file))
+        if not names_file:
             raise UserError(f"'{file}': there is no file '{names}' of class names")
-        names = _read_names_file(found)
+        names = _read_names_file(names_file)
     if isinstance(names, dict):
         keys = [str(number) for number in range(len(names))]
-        names = [names[key] for key in keys] if set(names) == set(keys) else None
-    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+        if set(names) == set(keys):
+            names = [names[key] for key in keys]
+    is_list_of_texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not names or not is_list_of_texts:
         raise UserError(f"'{file}': names must list the classes, or map 0, 1, … to them")
-    if empty := next((str(i) for i, name in enumerate(names) if not name.strip()), None):
-        raise UserError(f"'{file}': the name of class {empty} is empty")
+    for number, name in enumerate(names):
+        if not name.strip():
+            raise UserError(f"'{file}': the name of class {number} is empty")
     count = content.get("nc", content.get("classes", str(len(names))))
     if count != str(len(names)):
         raise UserError(f"'{file}': nc is {short(count)}, but names has {len(names)} classes")
@@ -209,7 +225,7 @@ def _read_names(file: str, content: dict[str, Any]) -> list[str]:
 def _list_folders(file: str) -> list[str]:
     """Returns the folder of a manifest, and some of its parents."""
     folders = [os.path.dirname(file)]
-    for _ in range(_PARENTS):
+    for _ in range(_NUM_PARENTS):
         folders.append(os.path.dirname(folders[-1]))
     return list(dict.fromkeys(folders))
 
@@ -224,22 +240,25 @@ def _resolve(file: str, content: dict[str, Any], key: str, notes: list[str]) -> 
     root = content.get("path") or ""
     entries = content[key] if isinstance(content[key], list) else [content[key]]
     folder = os.path.dirname(file)
-    found = []
+    places: list[str] = []
     for entry in entries:
         if not isinstance(entry, str) or not isinstance(root, str):
             raise UserError(f"'{file}': {key} and path must be paths, not {short(entry)}")
         exact = os.path.normpath(os.path.join(folder, root, entry))
         if any(mark in entry for mark in "*?["):
-            found += sorted(filter(_has_images, glob.glob(exact)))
-            files = [path for path in glob.glob(exact) if os.path.isfile(path)]
-            found += sorted({os.path.dirname(path) for path in files if is_image(path)})
-            if found:
+            matches = glob.glob(exact)
+            places += sorted(filter(_is_place, matches))
+            images = [path for path in matches if os.path.isfile(path) and is_image(path)]
+            places += sorted({os.path.dirname(path) for path in images})
+            if places:
                 continue
-        place = exact if _has_images(exact) else _find_elsewhere(file, root, entry)
+        if _is_place(exact):
+            places.append(exact)
+            continue
+        place = _find_elsewhere(file, root, entry)
         if place:
-            found.append(place)
-            if place != exact:
-                notes.append(f"'{file}': '{place}' is used for the path '{entry}' of {key}")
+            places.append(place)
+            notes.append(f"'{file}': '{place}' is used for the path '{entry}' of {key}")
         elif key == "train":
             raise UserError(
                 f"'{file}': {key} is '{entry}', but there is no such folder or list of images "
@@ -247,11 +266,12 @@ def _resolve(file: str, content: dict[str, Any], key: str, notes: list[str]) -> 
             )
         else:
             notes.append(f"'{file}': there is no '{entry}', so the part {key} is missing")
-    return found
+    return places
 
 
-def _has_images(place: str) -> bool:
-    return os.path.isdir(place) or (place.lower().endswith(".txt") and os.path.isfile(place))
+def _is_place(path: str) -> bool:
+    """Returns whether a path is a folder, or a text file that may list images."""
+    return os.path.isdir(path) or (path.lower().endswith(".txt") and os.path.isfile(path))
 
 
 def _find_elsewhere(file: str, root: str, entry: str) -> str | None:
@@ -259,8 +279,10 @@ def _find_elsewhere(file: str, root: str, entry: str) -> str | None:
     near, *above = _list_folders(file)
     path = f"{root}/{entry}"
     # Elsewhere, one name alone, such as "images", may belong to another data set.
-    found = find_ending(path, [near]) or find_ending(path, above, min_names=2)
-    return found if found and _has_images(found) else None
+    place = find_ending(path, [near]) or find_ending(path, above, min_names=2)
+    if not place or not _is_place(place):
+        return None
+    return place
 
 
 class _Lists(NamedTuple):
@@ -282,25 +304,32 @@ class _Lists(NamedTuple):
 
 
 def _open_manifest(tree: FileTree, file: str) -> _Lists:
+    """Lists a data set that a manifest describes."""
     manifest = read_manifest(file)
-    places = [path for own in manifest.parts.values() for path in own]
-    lists = [path for path in places if os.path.isfile(path)]
-    every = tree.label_files.get("yolo", ())
-    label_files = [path for path in every if not _has_names(path) and path not in lists]
-    files, notes = [file, *lists], list(manifest.notes)
-    near = [path for path in tree.others if _has_names(path)]
+    lists = [path for path in manifest.places if os.path.isfile(path)]
+    label_files = [
+        path
+        for path in tree.label_files.get("yolo", ())
+        if not _has_names(path) and path not in lists
+    ]
+    files = [file, *lists]
+    notes = list(manifest.notes)
+    names_files = [path for path in tree.others if _has_names(path)]
     if file.endswith(".data"):
-        files += [path for path in near if _read_names_file(path) == manifest.names]
-    if other := next((path for path in near if _read_names_file(path) != manifest.names), None):
-        notes.append(f"the class names are those of '{file}', and not of '{other}'")
+        files += [path for path in names_files if _read_names_file(path) == manifest.names]
+    for path in names_files:
+        if _read_names_file(path) != manifest.names:
+            notes.append(f"the class names are those of '{file}', and not of '{path}'")
+            break
     return _Lists(label_files, manifest.names, files, notes, manifest.has_keypoints)
 
 
 def _open_folder(tree: FileTree, labels: LabelSet) -> _Lists:
-    names, notes, files = _find_names(tree, labels)
+    """Lists a data set without a manifest."""
+    names, files, notes = _find_names(tree, labels)
     for path in _find_lists(tree, labels):
         notes.append(f"'{path}' is not used: a data.yaml must name the lists of images")
-    label_files = [path for own in labels.parts.values() for path in own]
+    label_files = [path for files_of_part in labels.parts.values() for path in files_of_part]
     return _Lists(label_files, names, files, notes)
 
 
@@ -311,31 +340,25 @@ def read_yolo(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     else:
         lists = _open_folder(tree, labels)
     pairs = pair(tree, lists.label_files)
-    label_of = {image: file for file, image in pairs.image_of.items()}
+    label_file_of = {image: file for file, image in pairs.image_of.items()}
     result = Labels([], files=lists.files, notes=lists.notes)
     result.categories = [{"id": number, "name": name} for number, name in enumerate(lists.names)]
-    wanted = _list_images(tree, labels, part, result)
-    if not labels.manifests:  # other images, such as pictures of a web page, are not background
-        folders = {os.path.dirname(path) for path in label_of}
-        wanted = {path: "" for path in wanted if os.path.dirname(path) in folders}
-    own = set(wanted)
-    folders = {os.path.dirname(label_of[path]) for path in wanted if path in label_of}
-    pairs.doubles = {path: first for path, first in pairs.doubles.items() if path in own}
-    pairs.orphans = {
-        file: reason for file, reason in pairs.orphans.items() if os.path.dirname(file) in folders
-    }
-    pairs.spares = {
-        file: reason for file, reason in pairs.spares.items() if os.path.dirname(file) in folders
-    }
+    if labels.manifests:
+        images = _list_images_of_manifest(tree, labels.parts[part], part, result)
+    else:
+        images = _list_images_of_folders(tree, labels, part)
+        # Other images, such as pictures of a web page, are not background.
+        folders = {os.path.dirname(path) for path in label_file_of}
+        images = {path: "" for path in images if os.path.dirname(path) in folders}
     foreign = find_foreign_labels(tree, "yolo")
     num_background = 0
-    for path, name in wanted.items():
+    for path, name in images.items():
         if path in pairs.doubles:
             continue
-        file = label_of.get(path, "")
-        image = LabelledImage(file or path, name, path, file)
+        label_file = label_file_of.get(path, "")
+        image = LabelledImage(label_file or path, name, file=path, label_file=label_file)
         result.images.append(image)
-        if file:
+        if label_file:
             read_label_file(image, lists.names, has_keypoints=lists.has_keypoints)
         elif path in foreign:
             image.leave_out("with labels in another format", f"its labels are in '{foreign[path]}'")
@@ -343,34 +366,51 @@ def read_yolo(tree: FileTree, labels: LabelSet, part: str) -> Labels:
             num_background += 1
     if num_background:
         result.notes.append(
-            f"{num_background:,} of {len(wanted):,} images have no label file: they are used as "
+            f"{num_background:,} of {len(images):,} images have no label file: they are used as "
             "images without objects"
         )
-    if wanted and not folders:
-        first = next(iter(wanted))
+    label_folders = {
+        os.path.dirname(label_file_of[path]) for path in images if path in label_file_of
+    }
+    if images and not label_folders:
+        first = next(iter(images))
         usual = os.path.splitext(first.replace("/images/", "/labels/"))[0] + ".txt"
         result.problem = f"no image of '{part}' has a label file, such as '{usual}'"
-    add_unpaired(result, pairs)
+    add_unpaired(result, _select_pairs(pairs, images, label_folders))
     return result
 
 
-def _list_images(tree: FileTree, labels: LabelSet, part: str, result: Labels) -> dict[str, str]:
+def _select_pairs(pairs: Pairs, images: Collection[str], label_folders: Collection[str]) -> Pairs:
+    """Returns what is left out in some images and in some folders of label files."""
+
+    def select(reasons: dict[str, str]) -> dict[str, str]:
+        return {
+            file: reason
+            for file, reason in reasons.items()
+            if os.path.dirname(file) in label_folders
+        }
+
+    doubles = {path: chosen for path, chosen in pairs.doubles.items() if path in images}
+    return Pairs(orphans=select(pairs.orphans), spares=select(pairs.spares), doubles=doubles)
+
+
+def _list_images_of_manifest(
+    tree: FileTree, places: Sequence[str], part: str, result: Labels
+) -> dict[str, str]:
     """Returns the images of a part, and their names in a list, or "".
 
     Images that a list names, and that are missing, are added to the result.
 
     Raises a ``UserError`` if a list cannot be read.
     """
-    if not labels.manifests:
-        return dict.fromkeys(_list_images_of_folders(tree, labels, part), "")
     images: dict[str, str] = {}
-    for place in labels.parts[part]:
+    for place in places:
         if os.path.isdir(place):
-            own = [path for path in tree.all_images if is_below(path, place)]
-            if not own:  # a link to a folder that is searched already
-                real = os.path.realpath(place)
-                own = [path for path in tree.all_images if is_below(path, real)]
-            images.update(dict.fromkeys(own, ""))
+            inside = [path for path in tree.all_images if is_below(path, place)]
+            if not inside:  # a link to a folder that is searched already
+                target = os.path.realpath(place)
+                inside = [path for path in tree.all_images if is_below(path, target)]
+            images.update(dict.fromkeys(inside, ""))
             continue
         try:
             lines = read_lines(place)
@@ -379,7 +419,8 @@ def _list_images(tree: FileTree, labels: LabelSet, part: str, result: Labels) ->
         for number, name in lines:
             image = LabelledImage(f"{place}, line {number}", name)
             exact = os.path.normpath(os.path.join(os.path.dirname(place), name))
-            image.file = exact if exact in tree.image_set else ""
+            if exact in tree.image_set:
+                image.file = exact
             locate_image(tree, image, place, part)
             if image.file:
                 images[image.file] = name
@@ -388,14 +429,16 @@ def _list_images(tree: FileTree, labels: LabelSet, part: str, result: Labels) ->
     return images
 
 
-def _list_images_of_folders(tree: FileTree, labels: LabelSet, part: str) -> list[str]:
-    """Returns the images of a part of a data set without a manifest."""
+def _list_images_of_folders(tree: FileTree, labels: LabelSet, part: str) -> dict[str, str]:
+    """Returns the images of a part of a data set without a manifest. No list has their names."""
     base = os.path.join(tree.root, *labels.base)
     images = [path for path in tree.all_images if is_below(path, base)]
-    return sort_into_parts(tree, images, labels.base, by_folder=True).get(part, [])
+    parts = sort_into_parts(tree, images, labels.base, by_folder=True)
+    return dict.fromkeys(parts.get(part, ()), "")
 
 
 def _has_names(path: str) -> bool:
+    """Returns whether a file lists the class names, by its own name."""
     return os.path.basename(path).lower() in _NAMES_FILES
 
 
@@ -412,9 +455,8 @@ def _read_names_file(path: str) -> list[str]:
     while lines and not lines[-1]:
         lines.pop()
     if "" in lines:
-        raise UserError(
-            f"'{path}', line {lines.index('') + 1}: the name of class {lines.index('')} is missing"
-        )
+        number = lines.index("")
+        raise UserError(f"'{path}', line {number + 1}: the name of class {number} is missing")
     return lines
 
 
@@ -427,35 +469,44 @@ def _find_lists(tree: FileTree, labels: LabelSet) -> list[str]:
 
 
 def _find_names(tree: FileTree, labels: LabelSet) -> tuple[list[str], list[str], list[str]]:
-    """Returns the class names of a data set without a manifest, notes, and the files of names."""
+    """Returns the class names of a data set without a manifest, the files of names, and notes."""
     base = os.path.join(tree.root, *labels.base)
-    near = [
-        path
-        for path in tree.others
-        if _has_names(path) or path.lower().endswith(_NAMES_SUFFIXES)
-        if is_below(path, base) or is_below(base, os.path.dirname(path))
-    ]
-    lists = {path: _read_names_file(path) for path in near}
-    lists = {path: names for path, names in lists.items() if names}
-    if lists:
-        first, *others = lists
-        if other := next((path for path in others if lists[path] != lists[first]), None):
+    names_of: dict[str, list[str]] = {}
+    for path in tree.others:
+        if not _has_names(path) and not path.lower().endswith(_NAMES_SUFFIXES):
+            continue
+        if not is_below(path, base) and not is_below(base, os.path.dirname(path)):
+            continue
+        names = _read_names_file(path)
+        if names:
+            names_of[path] = names
+    if not names_of:
+        count = _count_classes(path for files in labels.parts.values() for path in files)
+        note = f"'{base}': no classes.txt names the classes, so they are named 0 to {count - 1}"
+        return [str(number) for number in range(count)], [], [note]
+    first, *others = names_of
+    for other in others:
+        if names_of[other] != names_of[first]:
             raise UserError(
                 f"'{first}' and '{other}' have different class names: keep one of them, or write a "
                 "data.yaml"
             )
-        return lists[first], [], list(lists)
-    files = [path for own in labels.parts.values() for path in own]
+    return names_of[first], list(names_of), []
+
+
+def _count_classes(label_files: Iterable[str]) -> int:
+    """Returns the number of classes of label files: the largest class plus 1, and at least 1."""
     count = 1
-    for file in files:
+    for file in label_files:
         try:
-            words = [line.split()[0] for _, line in read_lines(file)]
+            lines = read_lines(file)
         except UnreadableFileError:
             continue
-        numbers = [int(word) for word in words if word.isdecimal() and len(word) < 4]
-        count = max(count, *(number + 1 for number in numbers), 1)
-    note = f"'{base}': no classes.txt names the classes, so they are named 0 to {count - 1}"
-    return [str(number) for number in range(count)], [note], []
+        for _, line in lines:
+            word = line.split()[0]
+            if word.isdecimal() and len(word) < 4:
+                count = max(count, int(word) + 1)
+    return count
 
 
 def read_label_file(
@@ -469,7 +520,7 @@ def read_label_file(
         image.reason = LeftOut("that cannot be read", file, str(error), "label file")
         return
     for number, line in number_lines(text):
-        with image.reading(place := f"{image.label_file}, line {number}"):
+        with image.reading(f"{image.label_file}, line {number}") as place:
             _add_line(image, place, line, names, has_keypoints=has_keypoints)
 
 
@@ -478,32 +529,39 @@ def _add_line(
 ) -> None:
     """Adds the object in a line to an image. Raises a ``ValueError`` if the line is invalid."""
     try:
-        number, *values = map(float, line.split())
+        class_number, *values = map(float, line.split())
     except ValueError:
-        must = "must be numbers, class, x, y, width and height"
-        raise ValueError(f"{must}, but is {short(line)}") from None
-    count = len(names)
-    if number not in range(count):
-        known = f"none of the {count} in names, which are numbered from 0"
-        raise ValueError(f"class {line.split()[0]} is {known}")
+        raise ValueError(
+            f"must be numbers, class, x, y, width and height, but is {short(line)}"
+        ) from None
+    if class_number not in range(len(names)):
+        raise ValueError(
+            f"class {line.split()[0]} is none of the {len(names)} in names, which are numbered "
+            "from 0"
+        )
     # Behind a box, there may be a confidence, the number of a track, or the points of a pose.
-    is_track = len(values) == 6 and line.split()[-1].isdecimal()
+    has_confidence = len(values) == 5
+    has_track = len(values) == 6 and line.split()[-1].isdecimal()
     has_points = len(values) > 6 and not (len(values) - 4) % 3 and set(values[6::3]) <= {0, 1, 2}
-    if has_keypoints or is_track or has_points or len(values) == 5:
+    if has_keypoints or has_confidence or has_track or has_points:
         values = values[:4]
     if len(values) < 4 or len(values) % 2:
-        must = "must be class, x, y, width and height, or class and a polygon"
-        raise ValueError(f"{must}, but has {len(values) + 1} numbers")
-    if not all(abs(value) <= _LARGEST_COORDINATE for value in values):
-        must = "must be fractions of the image's sides, from 0 to 1"
-        raise ValueError(f"{must}, but is {short(line)}")
+        raise ValueError(
+            "must be class, x, y, width and height, or class and a polygon, but has "
+            f"{len(values) + 1} numbers"
+        )
+    if not all(abs(value) <= _MAX_COORDINATE for value in values):
+        raise ValueError(
+            f"must be fractions of the image's sides, from 0 to 1, but is {short(line)}"
+        )
     if len(values) == 4:
         x, y, width, height = values
         if width < 0 or height < 0:
             raise ValueError(f"has a negative width or height: {short(line)}")
         values = [x - width / 2, y - height / 2, x + width / 2, y + height / 2]
     points = zip(values[::2], values[1::2], strict=True)
-    image.add(place, names[int(number)], points, is_relative=True, category=int(number))
+    index = int(class_number)
+    image.add(place, names[index], points, is_relative=True, category=index)
 
 
 YOLO = Format(
