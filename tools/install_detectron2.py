@@ -197,7 +197,7 @@ def read_sdist(path: Path, sha256: str = SHA256) -> dict[str, bytes]:
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if digest != sha256:
         raise InstallError(
-            f"{path} has SHA-256 {digest}, not {sha256}: delete it and fetch it anew"
+            f"{path} has SHA-256 {digest}, not {sha256}: delete it and fetch it again"
         )
     files = {}
     with tarfile.open(path) as archive:

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""One run, from its flags to its stages: all that ``qbheat train`` does before the first step.
+"""One run, from its flags to its stages: what ``qbheat train`` does before the first step.
 
 Read ``assemble_run`` from top to bottom. It opens the data (``run_data.py``), reads the config
 (``run_config.py``), prepares the data, and returns one ``Stage`` for each training. A stage is a
