@@ -69,7 +69,9 @@ def walk(
             target = os.path.realpath(folder)
             if any(is_below(target, path) or is_below(path, target) for path in walked):
                 reason = f"it is a link to '{target}', which is searched already"
-                skipped.append(LeftOut("behind a link", folder, reason, "other file", False))
+                skipped.append(
+                    LeftOut("behind a link", folder, reason, "other file", is_fault=False)
+                )
                 continue
             walked.append(target)
         try:

@@ -181,7 +181,9 @@ def _account_for(trees: Sequence[FileTree], *, labelled: bool) -> Account:
                 account.used["image"] += 1
         for path in tree.others:
             account.left_out.append(
-                LeftOut("without pixels", path, "only images are used", "other file", False)
+                LeftOut(
+                    "without pixels", path, "only images are used", "other file", is_fault=False
+                )
             )
     return account
 

@@ -84,7 +84,7 @@ class LabelledImage:
         try:
             yield place
         except NoBoxError as error:
-            self.left_out.append(LeftOut("without a box", place, str(error), "box", False))
+            self.left_out.append(LeftOut("without a box", place, str(error), "box", is_fault=False))
         except BROKEN as error:
             self.leave_out_box(place, describe(error))
 

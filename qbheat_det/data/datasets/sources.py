@@ -418,7 +418,7 @@ def _find_wrong_entries(
 ) -> list[LabelledImage]:
     """Returns the entries of a file that are in the labels of another part than its folder tells.
 
-    An entry is not wrong if its name says that an image of the other part is meant.
+    An entry is not wrong if its name, or else its label file, tells the part of the folder.
 
     Args:
         tree: the files of the data set.
@@ -429,17 +429,13 @@ def _find_wrong_entries(
     part_of_file = part_of(tree.relative(file), by_folder=True)
     if part_of_file not in roles.values():
         return []
-    return [
-        entries[role]
-        for role, part in roles.items()
-        if part != part_of_file and _tell_part(tree, entries[role]) != part_of_file
-    ]
-
-
-def _tell_part(tree: FileTree, image: LabelledImage) -> str | None:
-    """Returns the part that the name of an image in its labels tells, or else its label file."""
-    path = image.name or tree.relative(image.label_file or image.file)
-    return part_of(path, by_folder=True)
+    wrong = []
+    for role, part in roles.items():
+        entry = entries[role]
+        name = entry.name or tree.relative(entry.label_file or entry.file)
+        if part != part_of_file and part_of(name, by_folder=True) != part_of_file:
+            wrong.append(entry)
+    return wrong
 
 
 def _account_for_rest(

@@ -320,7 +320,9 @@ def add_unpaired(result: Labels, pairs: Pairs) -> None:
         result.images.append(image)
     for file, reason in pairs.spares.items():
         image = LabelledImage(file, label_file=file)
-        image.reason = LeftOut("of images with other labels", file, reason, "label file", False)
+        image.reason = LeftOut(
+            "of images with other labels", file, reason, "label file", is_fault=False
+        )
         result.images.append(image)
     for path, chosen in pairs.doubles.items():
         image = LabelledImage(path, file=path)

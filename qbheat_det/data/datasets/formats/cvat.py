@@ -75,11 +75,11 @@ def _read_images(file: str, root: Element, subset: str) -> Iterator[LabelledImag
         for number, shape in enumerate(node, start=1):
             with image.reading(f"{image.place}, shape {number}") as place:
                 if shape.tag != "tag":  # a tag belongs to the whole image
-                    image.add(place, shape.get("label"), _find_points(shape))
+                    image.add(place, shape.get("label"), find_points(shape))
         yield image
 
 
-def _find_points(shape: Element) -> list[tuple[float, float]]:
+def find_points(shape: Element) -> list[tuple[float, float]]:
     """Returns points that a shape's box encloses. Raises a ``NoBoxError`` for a point."""
 
     def numbers(*keys: str) -> list[float]:

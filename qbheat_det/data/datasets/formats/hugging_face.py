@@ -18,11 +18,16 @@ from .base import NAME_KEYS, Format, choose_name, find_by_kind, read_with
 
 def read_file(file: str) -> Iterator[LabelledImage]:
     """Reads the metadata of images."""
-    for number, row in _read_rows(file):
+    rows: list[tuple[int, Any]]
+    if file.lower().endswith(".csv"):
+        rows = list(enumerate(read_table(file), start=1))
+    else:
+        rows = list(read_lines(file))
+    for number, row in rows:
         image = LabelledImage(f"{file}, entry {number}")
         objects: list[Any] = []
         try:
-            if isinstance(row, str):
+            if isinstance(row, str):  # a line of JSON
                 row = json.loads(row)
             image.name = row["file_name"]
             objects = _list_objects(row)
@@ -34,13 +39,6 @@ def read_file(file: str) -> Iterator[LabelledImage]:
                 points = corners(x, y, width, height)
                 image.add(place, choose_name(entry), points, is_box=True)
         yield image
-
-
-def _read_rows(file: str) -> list[tuple[int, Any]]:
-    """Returns (number, row) of each row: a dict, or a line of JSON."""
-    if file.lower().endswith(".csv"):
-        return list(enumerate(read_table(file), start=1))
-    return list(read_lines(file))
 
 
 def _list_objects(row: dict[str, Any]) -> list[Any]:

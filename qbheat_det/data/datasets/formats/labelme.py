@@ -28,7 +28,7 @@ def add_shapes(image: LabelledImage, content: Mapping[str, Any]) -> None:
             image.add(place, shape.get("label"), find_points(shape))
 
 
-def _read_name(content: Mapping[str, Any]) -> str:
+def read_name(content: Mapping[str, Any]) -> str:
     path = content.get("imagePath")
     if not isinstance(path, str):
         return ""
@@ -63,7 +63,7 @@ LABELME = Format(
         ),
     ),
     find_per_image("labelme"),
-    read_per_image(parse, add_shapes, _read_name),
+    read_per_image(parse, add_shapes, read_name),
     data="a folder with a JSON file for each image",
     images="beside the JSON files, or below the folder",
 )

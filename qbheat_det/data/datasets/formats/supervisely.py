@@ -44,10 +44,10 @@ def add_objects(image: LabelledImage, content: Mapping[str, Any]) -> None:
     """Adds the objects in the content of a file to an image."""
     for number, entry in enumerate(content["objects"], start=1):
         with image.reading(f"{image.label_file}, object {number}") as place:
-            image.add(place, entry["classTitle"], _find_points(entry))
+            image.add(place, entry["classTitle"], find_points(entry))
 
 
-def _find_points(entry: Mapping[str, Any]) -> list[tuple[float, float]]:
+def find_points(entry: Mapping[str, Any]) -> list[tuple[float, float]]:
     """Returns points that an object's box encloses. Raises a ``NoBoxError`` for a point."""
     kind = entry.get("geometryType")
     if kind == "bitmap":

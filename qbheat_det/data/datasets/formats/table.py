@@ -81,46 +81,46 @@ class Columns(NamedTuple):
     has_header: bool = True
 
 
-def _read_corners(cells: Sequence[str]) -> Points:
-    left, top, right, bottom = map(_parse_number, cells)
+def read_corners(cells: Sequence[str]) -> Points:
+    left, top, right, bottom = map(parse_number, cells)
     return [(left, top), (right, bottom)]
 
 
-def _read_quad(cells: Sequence[str]) -> Points:
-    numbers = list(map(_parse_number, cells))
+def read_quad(cells: Sequence[str]) -> Points:
+    numbers = list(map(parse_number, cells))
     xs = numbers[::2]
     ys = numbers[1::2]
     return [(min(xs), min(ys)), (max(xs), max(ys))]
 
 
-def _read_sizes(cells: Sequence[str]) -> Points:
-    x, y, width, height = map(_parse_number, cells)
+def read_sizes(cells: Sequence[str]) -> Points:
+    x, y, width, height = map(parse_number, cells)
     return corners(x, y, width, height)
 
 
-def _read_centers(cells: Sequence[str]) -> Points:
-    x, y, width, height = map(_parse_number, cells)
+def read_centers(cells: Sequence[str]) -> Points:
+    x, y, width, height = map(parse_number, cells)
     return corners(x - width / 2, y - height / 2, width, height)
 
 
-def _read_list(cells: Sequence[str]) -> Points:
+def read_list(cells: Sequence[str]) -> Points:
     numbers = re.findall(r"[-+0-9.eE]+", cells[0])
     if len(numbers) != 4:
         raise ValueError(f"its bbox must have four numbers, but is {cells[0]!r}")
-    return _read_sizes(numbers)
+    return read_sizes(numbers)
 
 
 # The columns of a box, and how to read them. The first layout whose columns all exist is used.
 _LAYOUTS: tuple[tuple[tuple[Sequence[str], ...], Callable[[Sequence[str]], Points]], ...] = (
-    (tuple((name,) for name in _QUAD), _read_quad),
-    ((_LEFT, _TOP, _RIGHT, _BOTTOM), _read_corners),
-    ((_CENTER_X, _CENTER_Y, _WIDTH, _HEIGHT), _read_centers),
-    ((_X, _Y, _WIDTH, _HEIGHT), _read_sizes),
-    ((_BOX,), _read_list),
+    (tuple((name,) for name in _QUAD), read_quad),
+    ((_LEFT, _TOP, _RIGHT, _BOTTOM), read_corners),
+    ((_CENTER_X, _CENTER_Y, _WIDTH, _HEIGHT), read_centers),
+    ((_X, _Y, _WIDTH, _HEIGHT), read_sizes),
+    ((_BOX,), read_list),
 )
 
 
-def _parse_number(text: str) -> float:
+def parse_number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
@@ -173,7 +173,7 @@ def _choose_label(names: Sequence[str], row: Sequence[str], others: Sequence[int
     known = [names.index(name) for name in _CLASS if name in names]
     known = [place for place in known if place not in others]
     for place in known:
-        if place < len(row) and not _is_number(row[place]):
+        if place < len(row) and not is_number(row[place]):
             return place
     label = _find_label(names, row, others)
     if label is None and known:
@@ -186,7 +186,7 @@ def _find_label(names: Sequence[str], row: Sequence[str], others: Sequence[int])
     texts = [
         place
         for place, cell in enumerate(row[: len(names)])
-        if place not in others and cell and not _is_number(cell)
+        if place not in others and cell and not is_number(cell)
     ]
     for places in (
         [place for place in texts if any(word in names[place] for word in _CLASS_WORDS)],
@@ -213,12 +213,12 @@ def _find_columns_without_header(row: Sequence[str]) -> Columns | None:
         if len(row) != num_columns:
             continue
         cells = [row[place] for place in box]
-        if all(map(_is_number, cells)) or not any(cells):
-            return Columns(0, label, box, _read_corners, has_header=False)
+        if all(map(is_number, cells)) or not any(cells):
+            return Columns(0, label, box, read_corners, has_header=False)
     return None
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str) -> bool:
     try:
         return not math.isnan(float(text))
     except ValueError:
@@ -314,7 +314,7 @@ def names_images(path: str) -> bool:
 
 def has_unknown_boxes(path: str) -> bool:
     """Returns whether a table has images and four numbers or more in columns of unknown names."""
-    return names_images(path) and sum(map(_is_number, Header.read(path).second)) >= _MIN_NUMBERS
+    return names_images(path) and sum(map(is_number, Header.read(path).second)) >= _MIN_NUMBERS
 
 
 def read_table(tree: FileTree, labels: LabelSet, part: str) -> Labels:
@@ -334,8 +334,12 @@ def read_table(tree: FileTree, labels: LabelSet, part: str) -> Labels:
             result.notes.append(note)
         elif columns.has_header and columns.image != columns.label:
             result.notes += _note_guesses(file, columns, header.first)
-        if columns and columns.is_relative:
-            _excuse_missing_images(result.images)
+        if columns is None or not columns.is_relative:
+            continue
+        for image in result.images:
+            # The tables of Open Images list images that most users do not have.
+            if image.reason and image.reason.item == "missing image":
+                image.reason = dataclasses.replace(image.reason, is_fault=False)
     _replace_codes(tree, result)
     return result
 
@@ -350,16 +354,6 @@ def _note_guesses(file: str, columns: Columns, names: Sequence[str]) -> list[str
         if place is not None and _clean(names[place]) not in known:
             notes.append(f"'{file}': the column '{names[place]}' has the {content}")
     return notes
-
-
-def _excuse_missing_images(images: Sequence[LabelledImage]) -> None:
-    """Counts missing images as no faults.
-
-    The tables of Open Images list images that most users do not have.
-    """
-    for image in images:
-        if image.reason and image.reason.item == "missing image":
-            image.reason = dataclasses.replace(image.reason, is_fault=False)
 
 
 def _replace_codes(tree: FileTree, result: Labels) -> None:

@@ -75,7 +75,7 @@ def read_file(file: str) -> Iterator[LabelledImage]:
                 shape = region["shape_attributes"]
                 class_name = choose_option(_list_values(region).get(class_key)) or _NO_CLASS
                 is_box = shape.get("name") == "rect"
-                image.add(place, class_name, _find_points(shape), is_box=is_box)
+                image.add(place, class_name, find_points(shape), is_box=is_box)
         yield image
 
 
@@ -137,7 +137,7 @@ def _read_table(file: str) -> Iterator[ImageEntry]:
         yield f"{file}, image {short(name)}", name, regions
 
 
-def _find_points(shape: Mapping[str, Any]) -> list[tuple[float, float]]:
+def find_points(shape: Mapping[str, Any]) -> list[tuple[float, float]]:
     """Returns points that a shape's box encloses. Raises a ``NoBoxError`` for a point."""
     kind = shape.get("name")
     if kind == "rect":

@@ -108,12 +108,12 @@ def _read_list(list_file: str, label_files: Sequence[str]) -> tuple[list[str], l
     return list(listed), missing
 
 
-def _read_name(root: Element) -> str:
+def read_name(root: Element) -> str:
     path = root.findtext("filename", "").strip()
     return path.replace("\\", "/").rpartition("/")[2]
 
 
-def _add_objects(image: LabelledImage, root: Element) -> None:
+def add_objects(image: LabelledImage, root: Element) -> None:
     """Adds the size and the boxes in an XML file to an image."""
     width = _read_side(root, "size/width")
     height = _read_side(root, "size/height")
@@ -151,7 +151,7 @@ def _read_edges(entry: Element) -> list[float]:
         raise ValueError(requirement) from None
 
 
-_read = read_per_image(parse_xml, _add_objects, _read_name)
+_read = read_per_image(parse_xml, add_objects, read_name)
 
 
 def _is_voc(ends: Ends) -> bool:

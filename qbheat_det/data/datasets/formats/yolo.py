@@ -327,8 +327,12 @@ def _open_manifest(tree: FileTree, file: str) -> _Lists:
 def _open_folder(tree: FileTree, labels: LabelSet) -> _Lists:
     """Lists a data set without a manifest."""
     names, files, notes = _find_names(tree, labels)
-    for path in _find_lists(tree, labels):
-        notes.append(f"'{path}' is not used: a data.yaml must name the lists of images")
+    base = os.path.join(tree.root, *labels.base)
+    folders = {os.path.dirname(path) for path in tree.others}
+    for folder in sorted(folders):
+        if is_below(base, folder):
+            for path in find_lists_of_parts(tree, folder).values():
+                notes.append(f"'{path}' is not used: a data.yaml must name the lists of images")
     label_files = [path for files_of_part in labels.parts.values() for path in files_of_part]
     return _Lists(label_files, names, files, notes)
 
@@ -458,14 +462,6 @@ def _read_names_file(path: str) -> list[str]:
         number = lines.index("")
         raise UserError(f"'{path}', line {number + 1}: the name of class {number} is missing")
     return lines
-
-
-def _find_lists(tree: FileTree, labels: LabelSet) -> list[str]:
-    """Returns files such as "train.txt" in the folder of a data set and above."""
-    base = os.path.join(tree.root, *labels.base)
-    folders = {os.path.dirname(path) for path in tree.others}
-    above = sorted(folder for folder in folders if is_below(base, folder))
-    return [path for folder in above for path in find_lists_of_parts(tree, folder).values()]
 
 
 def _find_names(tree: FileTree, labels: LabelSet) -> tuple[list[str], list[str], list[str]]:
