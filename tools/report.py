@@ -138,14 +138,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_report(args: argparse.Namespace) -> int:
-    """Writes the page. Returns the exit code."""
+    """Draws the figures and writes the page. Returns the exit code."""
     from qbheat_det.analysis.report import build_report
     from qbheat_det.analysis.run import FigureOptions, open_runs
 
-    keywords = {
-        name: {keyword: vars(args)[keyword] for keyword in flags if keyword in args}
-        for name, flags in FLAGS.items()
-    }
+    # Only flags on the command line are in ``args``. The figures have the defaults of the others.
+    keywords: dict[str, dict[str, Any]] = {}
+    for name, flags in FLAGS.items():
+        keywords[name] = {keyword: vars(args)[keyword] for keyword in flags if keyword in args}
     results = build_report(
         [name for name in FIGURES if name in args.only],
         open_runs(args.runs, device=args.device),
