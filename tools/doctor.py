@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Checks whether this Python has everything that qbheat_det needs; prints commands to fix problems.
+"""Checks whether this Python has everything that qbheat_det needs. Prints commands for problems.
 
 Prints versions, the device, whether Detectron2's compiled operators are installed, and the data set
 folders. This script itself needs no packages. The exit code is 1 if a requirement is missing.

@@ -142,7 +142,7 @@ def write_report(args: argparse.Namespace) -> int:
     from qbheat_det.analysis.report import build_report
     from qbheat_det.analysis.run import FigureOptions, open_runs
 
-    # Only flags on the command line are in ``args``. The figures have the defaults of the others.
+    # ``args`` has only the flags on the command line. The figures' functions have the defaults.
     keywords: dict[str, dict[str, Any]] = {}
     for name, flags in FLAGS.items():
         keywords[name] = {keyword: vars(args)[keyword] for keyword in flags if keyword in args}

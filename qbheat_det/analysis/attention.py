@@ -111,7 +111,7 @@ def choose_blocks(backbone: MobileFormer) -> list[int]:
         return [number for number in PAPER_BLOCKS if number in blocks]
     last_blocks = {}  # by stride
     for number, (_, _, output_stride) in blocks.items():
-        last_blocks[output_stride] = number
+        last_blocks[output_stride] = number  # replaces the block before
     return list(last_blocks.values())
 
 
@@ -127,16 +127,17 @@ def read_bridges(backbone: MobileFormer, images: Tensor) -> list[BlockAttention]
         bridges += [f"{name}.mobile_to_former", f"{name}.former_to_mobile"]
     with read_attention(backbone, bridges) as record:
         backbone(images)
-    return [
-        BlockAttention(
+    attentions = []
+    for number, (name, input_stride, output_stride) in blocks.items():
+        attention = BlockAttention(
             number=number,
-            to_former=record[f"{name}.mobile_to_former"][-1].cpu(),
+            to_former=record[f"{name}.mobile_to_former"][-1].cpu(),  # of the last call
             to_mobile=record[f"{name}.former_to_mobile"][-1].cpu(),
             to_former_stride=input_stride,
             to_mobile_stride=output_stride,
         )
-        for number, (name, input_stride, output_stride) in blocks.items()
-    ]
+        attentions.append(attention)
+    return attentions
 
 
 def find_scale_end(maps: Sequence[npt.NDArray[np.float32]]) -> float:

@@ -183,11 +183,12 @@ def list_encoder_keys(cfg: CfgNode) -> dict[str, Any]:
 
 def list_rows(comparison: Comparison) -> list[Row]:
     """Returns all rows: for each seed, one row per objective."""
-    return [
-        Row(objective, seed, comparison.output_dir / objective.name / f"seed{seed}")
-        for seed in comparison.seeds
-        for objective in comparison.objectives
-    ]
+    rows = []
+    for seed in comparison.seeds:
+        for objective in comparison.objectives:
+            folder = comparison.output_dir / objective.name / f"seed{seed}"
+            rows.append(Row(objective, seed, folder))
+    return rows
 
 
 def write_report(comparison: Comparison, rows: Sequence[Row], failed: Mapping[str, str]) -> str:

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The figure "curves": training curves from ``metrics.json``, by epochs."""
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -55,7 +56,8 @@ def draw_curves(runs: Sequence[Run], options: FigureOptions) -> Figure:
 
     results = run_each(runs, check, nothing="no curves")
     logged = list(results.by_label.values())
-    quantities = find_quantities([record for run in logged for record in run.metrics])
+    records = list(itertools.chain.from_iterable(run.metrics for run in logged))
+    quantities = find_quantities(records)
     by_model = _group_by_model(logged)
     panels: list[Panel] = []
     data: dict[str, dict[str, Any]] = {run.label: {} for run in logged}
@@ -180,7 +182,7 @@ def find_quantities(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str
 
     The order is that of ``_QUANTITIES``, and that of the records for keys of the same pattern.
     """
-    keys = dict.fromkeys(key for record in records for key in record)
+    keys = dict.fromkeys(itertools.chain.from_iterable(records))  # each key once, in this order
     quantities: dict[str, tuple[str, str]] = {}
     for pattern, (title, y_label) in _QUANTITIES.items():
         for key in keys:

@@ -231,7 +231,8 @@ def _warn_of_missing_classes(inspection: Inspection, other: Inspection) -> list[
     """
     missing = []
     for name, count in inspection.boxes_per_class.items():
-        if count and other.boxes_per_class.get(name) == 0:
+        other_count = other.boxes_per_class.get(name)  # None if the class is unknown there
+        if count > 0 and other_count == 0:
             missing.append(repr(name))
     if not missing:
         return []

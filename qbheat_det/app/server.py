@@ -250,7 +250,7 @@ def serve(
         host: address to listen on. There is no authentication.
         port: port to listen on. 0 selects a free port.
         device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
-        fast: serve the deployed form, see ``Detector.deploy``.
+        fast: serve the detector in its fastest equivalent form (``Detector.deploy``).
         batch_size: largest number of images that the model processes together.
         limits: limits on requests; by default ``Limits()``.
 

@@ -276,9 +276,13 @@ def _take_rgb(model: ExportedModel, task: Task) -> Callable[[Image], Any]:
     """
     if model.info.task != task:
         raise UserError(f"'{model.path}' was exported for {model.info.task}, not for {task}")
-    if model.info.pixel_format == "BGR":
-        return lambda images: model(images[..., ::-1])
-    return model
+    if model.info.pixel_format == "RGB":
+        return model
+
+    def run(images: Image) -> Any:
+        return model(images[..., ::-1])  # to BGR
+
+    return run
 
 
 def to_instances(outputs: Outputs, size: tuple[int, int]) -> list[Instances]:

@@ -53,7 +53,7 @@ def predict_files(
         inputs: images, videos, and folders, which are searched recursively.
         output: folder for the drawn images and videos.
         json_file: JSON file to write, with all boxes or, for a classifier, each image's classes.
-        json_format: format of the boxes in ``json_file``, see ``render_annotations``.
+        json_format: format of the boxes in ``json_file``: COCO's results, CVAT or Label Studio.
         score_threshold: lowest score of a box, in [0, 1].
         config_file: config of the model (YAML); by default the one inside or next to the weights.
         device: "cpu" or "cuda"; by default "cuda" if a GPU is available.

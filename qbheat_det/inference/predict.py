@@ -207,7 +207,7 @@ def build_scorer(model: nn.Module, cfg: CfgNode) -> Callable[[str | Path], Score
 class TiledPredictor:
     """Predicts on overlapping square tiles and on the whole image, and merges the boxes.
 
-    The slicers of supervision and SAHI are not used because they predict one tile at a time.
+    The slicers of supervision and SAHI are not used because they predict tiles one by one.
     """
 
     def __init__(self, predictor: Predictor, tile: int) -> None:

@@ -70,7 +70,8 @@ def embed_images(
                 unreadable[path] = entry.reason
                 continue
             try:
-                check_depth(path)  # the mapper scales 16-bit pixels to 8 bits, but detectors clip them
+                # The mapper scales 16-bit pixels to 8 bits, but detectors clip them.
+                check_depth(path)
                 images[path] = entry["image"].permute(1, 2, 0).numpy()
             except ValueError as error:
                 unreadable[path] = str(error)

@@ -74,7 +74,7 @@ def inspect_labels(
 
     Raises:
         UserError: the data have no boxes or fewer than 10 images, the weights are invalid, or
-            ``detectors`` has files of others.
+            ``detectors`` has other files.
     """
     labels = open_labels(data, images, max_left_out)
     folder = Path(output) / "detectors"
@@ -196,7 +196,7 @@ def describe_suspect(
 ) -> LabelSuspect:
     """Converts a suspect to a ``LabelSuspect``, with the ids and names of the data set.
 
-    ``annotations`` are those of each image, see ``Labels.list_annotations``.
+    ``annotations`` are those of each image, in the order of ``Labels.list_annotations``.
     """
     image = labels.file.images[suspect.image]
     class_names = dict(zip(labels.file.category_ids, labels.file.class_names, strict=True))

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Selects the images to label next from a pool of unlabelled images.
 
-Without a detector, the selection is random or covers the pool (see ``coverage``). With a detector,
-the selection consists of images with many objects of all classes. Near-duplicates are left out. The
+Without a detector, the selection is random, or its images are as different as possible. With a
+detector, it has the images with many objects of all classes. Near-duplicates are left out. The
 feature vectors of the images are cached on disk.
 """
 

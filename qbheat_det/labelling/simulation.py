@@ -82,7 +82,7 @@ def simulate(
 
     Raises:
         UserError: the data have no boxes or no validation part, an image cannot be read, an
-            argument is invalid, or ``output`` has files of others.
+            argument is invalid, or ``output`` has other files.
     """
     budgets = sorted({*budgets})
     for seed in seeds:
