@@ -83,7 +83,8 @@ def make_parser(doc: str | None) -> Parser:
 def check_inputs(*paths: str | os.PathLike[str] | None, weights: str = "") -> None:
     """Exits with an error if a path does not exist. Call this function before slow imports.
 
-    ``weights`` is checked only if it has the suffix of a file.
+    Addresses and None are ignored. ``weights`` is checked only if it has the suffix of a file,
+    because it may be a name in the zoo.
     """
     given = [str(path) for path in paths if path]
     if weights.lower().endswith((".safetensors", ".pth", ".onnx")):
@@ -91,7 +92,7 @@ def check_inputs(*paths: str | os.PathLike[str] | None, weights: str = "") -> No
     for path in given:
         if "://" not in path and not os.path.exists(path):
             hint = ""
-            if path.isupper():
+            if path.isupper():  # a config key such as SOLVER.EPOCHS
                 hint = " (config overrides must come last)"
             print(f"error: there is no file or folder '{path}'{hint}", file=sys.stderr)
             sys.exit(2)

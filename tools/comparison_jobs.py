@@ -69,12 +69,11 @@ class Job:
             old_settings = dict(record["settings"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"'{self.record_file}' is not a result of a comparison") from error
-        # Keys that are missing in the record were added in a newer version. They are ignored.
-        changed = [
-            f"{key} {old_settings[key]} -> {value}"
-            for key, value in to_json(self.settings).items()
-            if old_settings.get(key, value) != value
-        ]
+        changed = []
+        for key, value in to_json(self.settings).items():
+            # A key that the record does not have was added in a newer version. It is ignored.
+            if key in old_settings and old_settings[key] != value:
+                changed.append(f"{key} {old_settings[key]} -> {value}")
         if changed:
             raise UserError(
                 f"'{self.record_file}' has other settings: {'; '.join(changed)}. Undo the change, "
@@ -132,7 +131,8 @@ def plan_probes(comparison: Comparison, row: Row) -> Job:
     """Returns the job that runs ``tools/probe_backbone.py``."""
     num_recalibrated = str(comparison.num_recalibrated)
     encoder = ["--weights", str(row.weights)]
-    opts = ["SEED", str(row.seed)]  # the same split of the training images for each objective
+    # The seed also determines the held-out training images, which are the same for all objectives.
+    opts = ["SEED", str(row.seed)]
     if row.objective.name == RANDOM:
         encoder = ["--random", "--config-file", row.objective.config_file]
         opts += comparison.opts

@@ -118,6 +118,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         group = parser.add_argument_group(f"flags of the figure '{name}'")
         for keyword, settings in flags.items():
             flag = f"--{keyword.replace('_', '-')}"
+            # Without the flag, ``args`` has no such attribute, and the function's default is used.
             group.add_argument(flag, default=argparse.SUPPRESS, **settings)
     args = parser.parse_args(argv)
     if args.output.suffix not in (".html", ".htm"):
@@ -142,7 +143,7 @@ def write_report(args: argparse.Namespace) -> int:
     from qbheat_det.analysis.report import build_report
     from qbheat_det.analysis.run import FigureOptions, open_runs
 
-    # ``args`` has only the flags on the command line. The figures' functions have the defaults.
+    # The flags on the command line, by figure.
     keywords: dict[str, dict[str, Any]] = {}
     for name, flags in FLAGS.items():
         keywords[name] = {keyword: vars(args)[keyword] for keyword in flags if keyword in args}

@@ -193,6 +193,11 @@ def draw_attention(
 
 
 def _compute_attention(run: Run, files: Sequence[str], size: int) -> list[_ImageAttention]:
+    """Runs the Mobile-Former of a run on the central square of each file.
+
+    The squares are resized to ``size`` pixels. Raises ``NotApplicable`` if the run has no
+    Mobile-Former with tokens.
+    """
     backbone = find_mobile_former(run.model)
     if backbone is None or not choose_blocks(backbone):
         name = run.cfg.MODEL.BACKBONE.NAME

@@ -98,6 +98,7 @@ def draw_detections(
     datasets: list[DetectionSet] = []  # ``evaluate`` adds the dataset of each run
 
     def evaluate(run: Run) -> RunDetections:
+        """Evaluates a run. Raises ``NotApplicable`` if its dataset differs from the first run's."""
         run.require_task(DETECTION)
         dataset = read_set(data or run.find_set("test"))
         if datasets:
@@ -276,6 +277,7 @@ def draw_predictions(
     counts = [metrics.count_errors_by_image(run.errors, run.threshold) for run in runs]
 
     def sort_key(record: Mapping[str, Any]) -> tuple[int, int]:
+        """Returns a small key for an image that shows many errors or differences."""
         num_errors = [count[record["id"]] for count in counts]  # of each run
         if len(num_errors) == 1:
             interest = num_errors[0]
@@ -300,7 +302,8 @@ def draw_predictions(
         for run in runs:
             detections = run.errors.detections
             scores = run.errors.scores
-            kept = (detections.image_ids == record["id"]) & (scores >= run.threshold)
+            in_image = detections.image_ids == record["id"]
+            kept = in_image & (scores >= run.threshold)
             classes = detections.classes[kept].tolist()
             labels = [
                 f"{dataset.class_names[k]} {score:.2f}"
@@ -364,6 +367,7 @@ def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
 
 
 def _explain(runs: Sequence[RunDetections]) -> list[str]:
+    """Returns the paragraphs of the figure's explanation."""
     paragraphs = []
     if len(runs) == 1:
         command = f"qbheat predict --weights {shlex.quote(str(runs[0].weights))} --images photos/"
@@ -383,6 +387,7 @@ def _explain(runs: Sequence[RunDetections]) -> list[str]:
 
 
 def _tabulate(runs: Sequence[RunDetections]) -> Table:
+    """Returns a table with a column per run and a row per metric."""
     columns = []
     for run in runs:
         column = {f"{key} (%)": f"{value:.2f}" for key, value in run.scores.summary.items()}
@@ -396,6 +401,7 @@ def _tabulate(runs: Sequence[RunDetections]) -> Table:
 
 
 def _collect_numbers(dataset: DetectionSet, runs: Sequence[RunDetections]) -> dict[str, Any]:
+    """Returns the numbers of the figure for its JSON file."""
     names = dataset.class_names
     numbers_of_runs = {}
     for run in runs:

@@ -221,9 +221,11 @@ class TiledPredictor:
         return [self._predict(image) for image in images]
 
     def _predict(self, image: Image) -> Instances:
+        """Predicts on one image (H, W, 3) and its tiles."""
         (whole,) = self._predictor.predict_batch([image])
-        rectangles = list_tiles(image.shape[0], image.shape[1], self._tile)
-        results: list[Instances] = []
+        image_height, image_width = image.shape[:2]
+        rectangles = list_tiles(image_height, image_width, self._tile)  # (x, y, width, height)
+        results: list[Instances] = []  # of the tiles
         for start in range(0, len(rectangles), _TILES_PER_BATCH):
             tiles = []
             for x, y, width, height in rectangles[start : start + _TILES_PER_BATCH]:

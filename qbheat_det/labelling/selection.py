@@ -244,11 +244,10 @@ def open_pool(
     """
     inputs = [file for file in find_inputs(images) if not file.is_video]
     labelled_paths = {os.path.realpath(path) for path in labelled}
-    unlabelled = {
-        str(file.path): file.name
-        for file in inputs
-        if os.path.realpath(file.path) not in labelled_paths
-    }
+    unlabelled = {}  # names by path
+    for file in inputs:
+        if os.path.realpath(file.path) not in labelled_paths:
+            unlabelled[str(file.path)] = file.name
     if budget > len(unlabelled):
         raise UserError(
             f"--budget is {budget}, but there are {len(inputs):,} images, of which "

@@ -84,7 +84,7 @@ def simulate(
         UserError: the data have no boxes or no validation part, an image cannot be read, an
             argument is invalid, or ``output`` has other files.
     """
-    budgets = sorted({*budgets})
+    budgets = sorted(set(budgets))
     for seed in seeds:
         check_whole("seeds", seed)
     file, evaluated = open_boxes(data, val, images, budgets, strategies)

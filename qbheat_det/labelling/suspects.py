@@ -88,6 +88,7 @@ def compare_boxes(image: int, truth: ImageBoxes, predicted: ImageBoxes) -> Itera
         return
 
     def make_suspect(kind: Kind, score: Tensor, prediction: int, annotation: int | None) -> Suspect:
+        """``prediction`` and ``annotation`` are indices of boxes in this image."""
         box = to_tuple(predicted.boxes[prediction])
         label = int(predicted.classes[prediction])
         correction = box
@@ -103,7 +104,8 @@ def compare_boxes(image: int, truth: ImageBoxes, predicted: ImageBoxes) -> Itera
     overlaps = box_iou(truth.boxes, predicted.boxes)  # (G, P)
     is_same_class = truth.classes[:, None] == predicted.classes  # (G, P)
 
-    # The best prediction of an annotated box shows this object, so no box is missing there.
+    # A box is missing where a confident prediction differs from all annotated boxes. But the best
+    # prediction of an annotated box shows the object of this box, not another one.
     support = predicted.scores * similarities * (overlaps >= _MIN_IOU)
     best_prediction = support.argmax(dim=1)  # (G,)
     has_prediction = support.amax(dim=1) > 0
@@ -113,22 +115,26 @@ def compare_boxes(image: int, truth: ImageBoxes, predicted: ImageBoxes) -> Itera
         if prediction not in explained:
             yield make_suspect("missing", score, prediction, None)
 
-    # A box is not moved to a prediction that belongs to another annotation: one of the same class
-    # with a higher IoU, which is at least 0.5.
+    # A prediction belongs to another annotation if this one has the same class and a higher IoU,
+    # which is at least 0.5. A box is not moved to such a prediction.
     class_overlaps = torch.where(is_same_class, overlaps, 0.0)
     best_overlap = class_overlaps.amax(dim=0)  # (P,)
     belongs_to_other = (class_overlaps < best_overlap) & (best_overlap >= _SAME_IOU)  # (G, P)
     for index in range(len(truth.boxes)):
-        confidence = predicted.scores * similarities[index]  # (P,)
-        same_class = torch.where(is_same_class[index], confidence, 0.0)
-        other_class = torch.where(is_same_class[index], 0.0, confidence)
+        # How much each prediction (P,) confirms the annotated box: all predictions of the class of
+        # the box, and all predictions of other classes.
+        confirmation = predicted.scores * similarities[index]
+        same_class = torch.where(is_same_class[index], confirmation, 0.0)
+        other_class = torch.where(is_same_class[index], 0.0, confirmation)
 
-        targets = torch.where(belongs_to_other[index], 0.0, same_class)
-        target = int(targets.argmax())
-        if targets[target] > 0 and overlaps[index, target] >= _MIN_IOU:
+        # The box is misplaced if the best prediction of its class is confident, but not similar.
+        movable = torch.where(belongs_to_other[index], 0.0, same_class)
+        target = int(movable.argmax())
+        if movable[target] > 0 and overlaps[index, target] >= _MIN_IOU:
             score = predicted.scores[target] * (1 - similarities[index, target])
             yield make_suspect("location", score, target, index)
 
+        # The class is wrong if a prediction of another class confirms the box more.
         rival = int(other_class.argmax())
         if other_class[rival] > same_class.max():
             score = other_class[rival] - same_class.max()
