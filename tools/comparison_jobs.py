@@ -130,12 +130,13 @@ def plan_pretraining(comparison: Comparison, row: Row) -> Job:
 def plan_probes(comparison: Comparison, row: Row) -> Job:
     """Returns the job that runs ``tools/probe_backbone.py``."""
     num_recalibrated = str(comparison.num_recalibrated)
-    encoder = ["--weights", str(row.weights)]
     # The seed also determines the held-out training images, which are the same for all objectives.
     opts = ["SEED", str(row.seed)]
     if row.objective.name == RANDOM:
         encoder = ["--random", "--config-file", row.objective.config_file]
         opts += comparison.opts
+    else:  # the config is in the weights
+        encoder = ["--weights", str(row.weights)]
     command = [sys.executable, str(TOOLS / "probe_backbone.py"), *encoder]
     command += ["--recalibrate-bn", num_recalibrated, "--probes", *comparison.probes]
     command += ["--data", comparison.train_folder, "--val", comparison.val_folder]
