@@ -52,14 +52,17 @@ CLASSIFICATION_SIZE = (224, 224)
 DECODER_DIMS = {"3.7G": 768, "1.0G": 384, "285M": 192}
 """Widths of the "tran" classifiers (Table 11)."""
 
-# Printed numbers, as strings, because their number of digits is the precision of a match.
+# The numbers that the paper prints. They are strings, because a count matches if it is equal after
+# rounding to the printed digits. Pairs are multiply-adds in G and parameters in M, by variant.
 _LINEAR_MADDS = {"285M": ("285", "M"), "1.0G": ("1.0", "G"), "3.7G": ("3.7", "G")}
 _LINEAR_PARAMS = {"285M": "5.8", "1.0G": "13.5"}
 _BACKBONE = {"3.7G": ("77.5", "25.0"), "1.0G": ("20.4", "11.7"), "285M": ("5.6", "4.9")}
+# By the numbers of blocks at the three scales.
 _MF_DECODER = {
     (5, 2, 2): {"3.7G": ("34.6", "19.4"), "1.0G": ("32.3", "18.6"), "285M": ("31.1", "18.2")},
     (2, 1, 1): {"3.7G": ("15.7", "9.2"), "1.0G": ("13.4", "8.4"), "285M": ("12.2", "8.0")},
 }
+# By (number of the table, depth).
 _TRANSFORMER = {
     (6, 1): {"285M": ("0.4", "6"), "1.0G": ("1.4", "15"), "3.7G": ("5.5", "35")},
     (15, 4): {"285M": ("0.7", "7"), "1.0G": ("2.6", "20"), "3.7G": ("9.9", "57")},
@@ -79,7 +82,13 @@ _CORE = "MAdds by CORE"
 
 @dataclass(frozen=True)
 class Counts:
-    """Parameters (with and without BatchNorm's scale and offset), and multiply-adds by rule."""
+    """Numbers of parameters and multiply-adds of a model.
+
+    Attributes:
+        params: all parameters.
+        params_no_bn: parameters without BatchNorm's scale and offset.
+        core, ext: multiply-adds by the rules CORE and EXT.
+    """
 
     params: int
     params_no_bn: int
@@ -98,10 +107,12 @@ def classifier_counts(variant: str, depth: int) -> Counts:
     """Counts encoder and 1000-class decoder at 224x224. ``depth`` 0 means a linear decoder."""
     backbone = build_backbone(variant)
     shape = backbone.output_shape()
-    decoder: nn.Module = LinearDecoder(input_shape=shape, num_classes=1000)
+    decoder: nn.Module
     if depth:
         dim = DECODER_DIMS[variant]
         decoder = TransformerDecoder(input_shape=shape, num_classes=1000, dim=dim, depth=depth)
+    else:
+        decoder = LinearDecoder(input_shape=shape, num_classes=1000)
     model = nn.Sequential(OrderedDict(encoder=backbone, decoder=decoder))
     return count(model, torch.zeros(1, 3, *CLASSIFICATION_SIZE))
 
@@ -109,13 +120,13 @@ def classifier_counts(variant: str, depth: int) -> Counts:
 @cache
 def mf_decoder_counts(variant: str, num_blocks: tuple[int, int, int]) -> Counts:
     """Counts MF-DETR's decoder with 100 queries and 91 classes for an 800x1333 image."""
-    shape = build_backbone(variant).output_shape()
-    shapes = [shape["s8"], shape["s16_expanded"]]
-    decoder = MFDecoder(input_shape=shapes, num_classes=91, num_blocks=num_blocks)
-    features = [
-        torch.zeros(1, spec.channels or 0, *map_size(DETECTION_SIZE, spec.stride or 1))
-        for spec in shapes
-    ]
+    outputs = build_backbone(variant).output_shape()
+    maps = [outputs["s8"], outputs["s16_expanded"]]
+    decoder = MFDecoder(input_shape=maps, num_classes=91, num_blocks=num_blocks)
+    features = []
+    for spec in maps:
+        height, width = map_size(DETECTION_SIZE, spec.stride or 1)
+        features.append(torch.zeros(1, spec.channels or 0, height, width))
     return count(decoder, features)
 
 
@@ -151,14 +162,31 @@ def pyramid_positions(size: tuple[int, int]) -> list[int]:
 
 
 def convolution_madds(modules: Iterable[nn.Module], positions: int) -> int:
-    """Returns the multiply-adds of the convolutions in ``modules`` at ``positions`` positions."""
-    layers = (layer for module in modules for layer in module.modules())
-    return positions * sum(x.weight.numel() for x in layers if isinstance(x, nn.Conv2d))
+    """Returns the multiply-adds of the convolutions in ``modules`` at ``positions`` positions.
+
+    A convolution uses each of its weights once per position.
+    """
+    num_weights = 0
+    for module in modules:
+        for layer in module.modules():
+            if isinstance(layer, nn.Conv2d):
+                num_weights += layer.weight.numel()
+    return positions * num_weights
 
 
 @dataclass(frozen=True)
 class PaperCell:
-    """A number in a table of the paper, our count by ``rule``, and whether they match."""
+    """A number in a table of the paper, and our count.
+
+    Attributes:
+        table: number of the table.
+        cell: what is counted.
+        unit: "G" or "M", the unit of both numbers.
+        paper: the printed number.
+        ours: our count, by ``rule``.
+        match: whether our count rounds to the printed number.
+        rule: what our count includes.
+    """
 
     table: int
     cell: str
@@ -182,14 +210,14 @@ Cell = tuple[int, str, str, str, int, str]
 def list_classifiers() -> Iterator[Cell]:
     """Yields the cells about classifiers: Tables 1, 6 and 15."""
     for variant, (printed, unit) in _LINEAR_MADDS.items():
-        c = classifier_counts(variant, 0)
+        c = classifier_counts(variant, depth=0)
         where = "lin"
         if variant == "3.7G":
             where = "Section 6, not in the table"
         yield 1, f"MF-{variant} MAdds ({where})", printed, unit, c.ext, _EXT
         if variant in _LINEAR_PARAMS:
-            printed = _LINEAR_PARAMS[variant]
-            yield 1, f"MF-{variant} params (lin)", printed, "M", c.params, _ALL
+            params = _LINEAR_PARAMS[variant]
+            yield 1, f"MF-{variant} params (lin)", params, "M", c.params, _ALL
     for (table, depth), rows in _TRANSFORMER.items():
         for variant, (madds, params) in rows.items():
             c = classifier_counts(variant, depth)
@@ -221,7 +249,8 @@ def list_detectors() -> Iterator[Cell]:
         if p6_from:
             model = MobileFormer(arch=MOBILE_FORMER_ARCHS[variant], out_features=(p6_from,))
             channels = model.output_shape()[p6_from].channels
-            total += 9 * channels * 256 * pyramid_positions(DETECTION_SIZE)[3]
+            _, _, _, p6_positions, _ = pyramid_positions(DETECTION_SIZE)
+            total += 3 * 3 * channels * 256 * p6_positions  # a 3x3 convolution to 256 channels
             rule = f"P6 from {channels} channels"
         name = f"RetinaNet on MF-{variant}"
         yield 14, f"{name} MAdds, backbone included", madds, "G", total, f"{_EXT}, {rule}"
@@ -230,11 +259,11 @@ def list_detectors() -> Iterator[Cell]:
 
 
 def compare(table: int, name: str, printed: str, unit: str, ours: int, rule: str) -> PaperCell:
-    """Compares a count with a printed number, to as many digits as are printed."""
-    num_decimals = len(printed.partition(".")[2])
+    """Compares the count ``ours`` with a printed number, to as many digits as are printed."""
+    _, _, decimals = printed.partition(".")
     scaled = ours / {"G": 10**9, "M": 10**6}[unit]
-    match = f"{scaled:.{num_decimals}f}" == printed
-    paper = float(printed) if num_decimals else int(printed)
+    match = f"{scaled:.{len(decimals)}f}" == printed
+    paper = float(printed) if decimals else int(printed)
     return PaperCell(table, name, unit, paper, scaled, match, rule)
 
 
@@ -315,15 +344,15 @@ def format_cells(cells: Sequence[PaperCell]) -> str:
             numbers = f"{c.paper:>6}  {c.ours:>9.4f} {c.unit}"
             lines.append(f"  {mark} {c.cell:<{width}}  {numbers}  {c.rule}")
     without_retinanet = [cell for cell in cells if cell.table != 14]
-    num_first = sum(cell.match for cell in without_retinanet)
+    num_without_retinanet = sum(cell.match for cell in without_retinanet)
     num_matched = sum(cell.match for cell in cells)
     summary = f"{num_matched} of {len(cells)} printed cells matched"
-    others = [f"{cell.cell} (Table {cell.table})" for cell in cells if not cell.match]
-    if others:
-        summary += f"; the others are: {'; '.join(others)}"
+    mismatches = [f"{cell.cell} (Table {cell.table})" for cell in cells if not cell.match]
+    if mismatches:
+        summary += f"; the others are: {'; '.join(mismatches)}"
     lines += [
         "",
-        f"Without RetinaNet (Table 14): {num_first} of {len(without_retinanet)}.",
+        f"Without RetinaNet (Table 14): {num_without_retinanet} of {len(without_retinanet)}.",
         f"{summary}.",
     ]
     return "\n".join(lines)
@@ -338,16 +367,15 @@ def report_config(file: str, opts: Sequence[str], size: Sequence[int], depth: in
     rows = []
     for name in madds.by_module:
         counts = [madds.total(rule, name) for rule in CountingRule]
-        level = 0
-        if name:
-            level = name.count(".") + 1
+        level = name.count(".") + 1 if name else 0  # the whole model has the name ""
         if level <= depth and (params[name] or any(counts)):
             giga = [f"{count / 1e9:.3f} G" for count in counts]
             label = f"{'  ' * level}{name or 'whole model'}"
             rows.append((label, f"{params[name] / 1e6:.3f} M", *giga))
     print(f"\n{cfg.MODEL.META_ARCHITECTURE} at {size[0]}x{size[1]}, padding included")
     header = ("module", "params", "CORE", "EXT")
-    print(tabulate(rows, header, colalign=("left", *3 * ["right"]), preserve_whitespace=True))
+    alignment = ("left", "right", "right", "right")
+    print(tabulate(rows, header, colalign=alignment, preserve_whitespace=True))
 
 
 if __name__ == "__main__":

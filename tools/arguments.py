@@ -43,10 +43,12 @@ FLAGS_OF_OTHERS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser without abbreviated flags. For a flag of another library, its error names ours.
+    """A parser without abbreviated flags, whose errors help users of other libraries.
 
-    ``command`` is what usage lines begin with, such as "qbheat train". ``tools/qbheat`` sets it. If
-    a tool runs without ``qbheat``, it is None, and usage lines begin with the name of the file.
+    If the command has a flag of another library, the error names our flag.
+
+    ``command`` is the beginning of usage lines, such as "qbheat train". ``tools/qbheat`` sets it.
+    If a tool runs without ``qbheat``, it is None, and usage lines begin with the name of the file.
     """
 
     command: str | None = None
@@ -62,7 +64,8 @@ class Parser(argparse.ArgumentParser):
             name = word.split("=")[0]
             ours = FLAGS_OF_OTHERS.get(name.lstrip("-"), name)
             known = self._option_string_actions
-            is_flag = word.startswith("--") or "=" in word  # and not a file of that name
+            # Other libraries write KEY=VALUE. A word without "=" may be the name of a file.
+            is_flag = word.startswith("--") or "=" in word
             if is_flag and name not in known and ours in known:
                 message += f"; use {ours} for {name}"
         super().error(message)
@@ -80,7 +83,8 @@ def make_parser(doc: str | None) -> Parser:
 def check_inputs(*paths: str | os.PathLike[str] | None, weights: str = "") -> None:
     """Exits with an error if a path does not exist. Call this function before slow imports.
 
-    ``weights`` is checked only if it has the suffix of a file.
+    Addresses and None are ignored. ``weights`` is checked only if it has the suffix of a file,
+    because it may be a name in the zoo.
     """
     given = [str(path) for path in paths if path]
     if weights.lower().endswith((".safetensors", ".pth", ".onnx")):
@@ -88,7 +92,7 @@ def check_inputs(*paths: str | os.PathLike[str] | None, weights: str = "") -> No
     for path in given:
         if "://" not in path and not os.path.exists(path):
             hint = ""
-            if path.isupper():
+            if path.isupper():  # a config key such as SOLVER.EPOCHS
                 hint = " (config overrides must come last)"
             print(f"error: there is no file or folder '{path}'{hint}", file=sys.stderr)
             sys.exit(2)

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The commands of ``qbheat compare``: each pre-trains or probes in a process, and can resume.
+"""The commands of ``qbheat compare``, which pre-train or probe. Each runs in its own process.
 
-A repeated comparison continues where it stopped.
+A repeated comparison skips finished commands, and an interrupted command resumes.
 """
 
 import json
@@ -37,10 +37,10 @@ NUM_LOG_LINES = 12  # number of log lines that are shown for a failed job
 
 @dataclass(frozen=True)
 class Job:
-    """The command of one stage of a row.
+    """The command of one stage (pre-training or probes) of a row of the comparison.
 
-    ``settings`` are the values that determine its result. When the command has succeeded, they are
-    written to ``record_file``.
+    ``settings`` are the values that determine its result. When the command has succeeded, it is
+    written to ``record_file`` with its settings.
     """
 
     row: Row
@@ -57,7 +57,10 @@ class Job:
         return self.row.record_file(self.stage)
 
     def is_done(self) -> bool:
-        """Whether the command has succeeded. Raises a ``UserError`` if it had other settings."""
+        """Returns whether the stage has succeeded with this command.
+
+        Raises a ``UserError`` if it has succeeded with other settings.
+        """
         if not self.row.is_finished(self.stage):
             return False
         try:
@@ -66,12 +69,11 @@ class Job:
             old_settings = dict(record["settings"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"'{self.record_file}' is not a result of a comparison") from error
-        # Keys that are missing in the record were added in a newer version. They are ignored.
-        changed = [
-            f"{key} {old_settings[key]} -> {value}"
-            for key, value in to_json(self.settings).items()
-            if old_settings.get(key, value) != value
-        ]
+        changed = []
+        for key, value in to_json(self.settings).items():
+            # A key that the record does not have was added in a newer version. It is ignored.
+            if key in old_settings and old_settings[key] != value:
+                changed.append(f"{key} {old_settings[key]} -> {value}")
         if changed:
             raise UserError(
                 f"'{self.record_file}' has other settings: {'; '.join(changed)}. Undo the change, "
@@ -80,7 +82,10 @@ class Job:
         return command == self.command
 
     def run(self) -> str:
-        """Runs the command and writes its record. Returns an error message, or "" on success."""
+        """Runs the command, and writes the record if it succeeds.
+
+        Returns an error message, or "" on success.
+        """
         self.row.folder.mkdir(parents=True, exist_ok=True)
         log_file = self.row.folder / f"{self.stage}.log"
         with open(log_file, "ab") as log:
@@ -125,11 +130,13 @@ def plan_pretraining(comparison: Comparison, row: Row) -> Job:
 def plan_probes(comparison: Comparison, row: Row) -> Job:
     """Returns the job that runs ``tools/probe_backbone.py``."""
     num_recalibrated = str(comparison.num_recalibrated)
-    encoder = ["--weights", str(row.weights)]
-    opts = ["SEED", str(row.seed)]  # the same split of the training images for each objective
+    # The seed also determines the held-out training images, which are the same for all objectives.
+    opts = ["SEED", str(row.seed)]
     if row.objective.name == RANDOM:
         encoder = ["--random", "--config-file", row.objective.config_file]
         opts += comparison.opts
+    else:  # the config is in the weights
+        encoder = ["--weights", str(row.weights)]
     command = [sys.executable, str(TOOLS / "probe_backbone.py"), *encoder]
     command += ["--recalibrate-bn", num_recalibrated, "--probes", *comparison.probes]
     command += ["--data", comparison.train_folder, "--val", comparison.val_folder]
@@ -141,7 +148,8 @@ def plan_probes(comparison: Comparison, row: Row) -> Job:
 def compare(comparison: Comparison) -> tuple[str, dict[str, str]]:
     """Runs the jobs that are not done. If pre-training fails, its probes are skipped.
 
-    Returns the tables in Markdown, and error messages by the titles of failed or skipped jobs.
+    Returns:
+        The tables in Markdown, and the error messages of failed or skipped jobs by title.
 
     Raises:
         UserError: data or a config is invalid, or the folder has results of different settings.
@@ -150,15 +158,16 @@ def compare(comparison: Comparison) -> tuple[str, dict[str, str]]:
     jobs_by_row = [plan_row(comparison, row) for row in rows]
     for jobs in jobs_by_row:
         for job in jobs:
-            job.is_done()  # raises errors before the first job runs
+            job.is_done()  # raises an error before the first job runs
     failed: dict[str, str] = {}
     for jobs in jobs_by_row:
-        reason = ""
+        reason = ""  # why the last job of the row failed or was skipped
         has_run = False
         for job in jobs:
             if reason:
                 reason = "needs the job before it, which failed"
-            elif has_run or not job.is_done():  # after a job ran, later jobs of the row are stale
+            elif has_run or not job.is_done():
+                # If pre-training ran again, earlier results of its probes are outdated.
                 has_run = True
                 print(f"{job.title}: started", flush=True)
                 reason = job.run()

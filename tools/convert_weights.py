@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def convert(args: argparse.Namespace) -> None:
-    """Converts the file; prints the number of tensors, and config keys for the encoder."""
+    """Converts the file. Prints the number of tensors, and config keys for the encoder."""
     from qbheat_det.checkpoint.convert import convert_weights
 
     summary, keys = convert_weights(args.weights, args.output, args.to, overwrite=args.overwrite)
@@ -53,7 +53,7 @@ def convert(args: argparse.Namespace) -> None:
     words = []
     for key, value in keys.items():
         if isinstance(value, list):
-            value = f'"{value}"'  # one word of a shell
+            value = f'"{value}"'  # a shell passes it as one argument
         words.append(f"{key} {value}")
     print("a config for it:", " ".join(words))
 

@@ -78,7 +78,7 @@ def run_demo(args: argparse.Namespace) -> None:
     replace_folders(*(output / name for name in (*ENCODERS, UNTRAINED)))
     runs: dict[str, str] = {}
     seconds: dict[str, float] = {}  # of training, by encoder
-    result: dict[str, dict[str, float] | float] = {}
+    result: dict[str, dict[str, float] | float] = {}  # AP and AP50 by encoder, and "seconds"
     for step, name in enumerate(ENCODERS, start=1):
         print(f"{step}/3  a head on the frozen encoder: {name}", flush=True)
         backbone = write_encoder(name, output, args.opts)
@@ -111,7 +111,10 @@ def run_demo(args: argparse.Namespace) -> None:
 
 
 def write_encoder(name: str, output: Path, opts: Sequence[str]) -> Path:
-    """Writes the encoder of the config, or a random one, with recalibrated BatchNorm."""
+    """Writes the encoder of the config ("pretrained") or a random one, and returns its path.
+
+    BatchNorm statistics are recalibrated on the training images.
+    """
     from qbheat_det.api.training import start_afresh
     from qbheat_det.config import get_config_path, load_config
     from qbheat_det.data.datasets import CELLS
@@ -119,8 +122,8 @@ def write_encoder(name: str, output: Path, opts: Sequence[str]) -> Path:
 
     weights = load_config(get_config_path(CONFIG), opts).MODEL.WEIGHTS
     if name == "random":
-        plain = [*opts, "MODEL.WEIGHTS", "", "MODEL.CACHE_FEATURES.ENABLED", "False"]
-        start_afresh(make_flags(output / UNTRAINED, plain)).export("model_random")
+        opts_of_random = [*opts, "MODEL.WEIGHTS", "", "MODEL.CACHE_FEATURES.ENABLED", "False"]
+        start_afresh(make_flags(output / UNTRAINED, opts_of_random)).export("model_random")
         weights = str(output / UNTRAINED / "model_random.safetensors")
     path = output / f"encoder_{name}.safetensors"
     export_backbone(
@@ -142,7 +145,7 @@ def make_flags(output: Path, opts: Sequence[str]) -> "RunFlags":
 
 
 def write_report(paths: dict[str, str], page: Path, device: str, lead: str) -> Path:
-    """Writes the page of tools/report.py with ``FIGURES`` of runs by their labels."""
+    """Writes a page with ``FIGURES`` of the runs. ``paths`` are their folders by label."""
     from qbheat_det.analysis.report import build_report
     from qbheat_det.analysis.run import FigureOptions, Run
 

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Checks whether this Python has everything that qbheat_det needs; prints commands to fix problems.
+"""Checks whether this Python has everything that qbheat_det needs. Prints commands for problems.
 
 Prints versions, the device, whether Detectron2's compiled operators are installed, and the data set
 folders. This script itself needs no packages. The exit code is 1 if a requirement is missing.
@@ -149,10 +149,12 @@ def check_libraries(importer: Importer = importlib.import_module) -> Iterator[Fi
         except Exception as error:
             errors[distribution] = error
             continue
-        versions[distribution] = str(getattr(library, "__version__", "there"))
         names = OPENCV if module == "cv2" else (distribution,)
-        for name in reversed(names):
-            versions[distribution] = find_version(name) or versions[distribution]
+        installed = [version for version in map(find_version, names) if version]
+        if installed:
+            versions[distribution] = installed[0]
+        else:  # not installed by pip
+            versions[distribution] = str(getattr(library, "__version__", "there"))
     required = [name for _, name, purpose in LIBRARIES if name in errors and purpose is None]
     for _, name, purpose in LIBRARIES:
         if name in versions:
@@ -201,23 +203,31 @@ def find_version(distribution: str) -> str:
 
 
 def describe_error(error: Exception) -> str:
-    """Returns the first line of an error's message."""
+    """Returns the first line of an error's message, or its type if it has no message."""
     if isinstance(error, ModuleNotFoundError):
         return f"no module named {error.name}"
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    lines = str(error).strip().splitlines()
+    if lines:
+        return lines[0]
+    return type(error).__name__
 
 
 def report(findings: Sequence[Finding]) -> int:
     """Prints the findings, then the commands that fix problems; returns the exit code."""
+    required: list[str] = []  # commands; one may fix several findings
+    optional: list[str] = []
     for finding in findings:
-        mark = " "
-        if finding.command:
-            mark = "!" if finding.required else "-"
+        if not finding.command:
+            mark = " "
+        elif finding.required:
+            mark = "!"
+            required.append(finding.command)
+        else:
+            mark = "-"
+            optional.append(finding.command)
         print(f"{mark} {finding.name:<23} {finding.text}")
-    # One command may fix several findings.
-    problems = [finding for finding in findings if finding.command]
-    required = list(dict.fromkeys(each.command for each in problems if each.required))
-    optional = list(dict.fromkeys(each.command for each in problems if not each.required))
+    required = list(dict.fromkeys(required))
+    optional = list(dict.fromkeys(optional))
     if required:
         print("\nTo fix, in this order:", *required, sep="\n  ")
     if optional:

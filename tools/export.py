@@ -123,7 +123,10 @@ def add_image_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuses contradictory flags. Sets ``args.heads``, which maps a head's name to its weights."""
+    """Exits with an error if flags contradict each other.
+
+    With ``--shared-encoder``, sets ``args.heads``, which maps the name of each head to its weights.
+    """
     if not args.tolerance > 0:
         parser.error("--tolerance must be above 0: results are never bit-identical to PyTorch")
     if len(args.weights) > 1 and not args.shared_encoder:
@@ -163,7 +166,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
-    """Writes one ONNX file; prints the report and its size."""
+    """Writes one ONNX file. Prints the report of the comparison with PyTorch, and the size."""
     from qbheat_det.checkpoint import load_run_config
     from qbheat_det.export import export_model
 
@@ -182,7 +185,10 @@ def export(args: argparse.Namespace) -> None:
 
 
 def export_heads(args: argparse.Namespace) -> None:
-    """Writes an ONNX file for the shared encoder and one for each head; prints their sizes."""
+    """Writes an ONNX file for the shared encoder and one for each head.
+
+    Prints the report of each head, and the sizes of the files.
+    """
     from qbheat_det.checkpoint import load_run_config
     from qbheat_det.export import export_shared_encoder
 
@@ -209,7 +215,7 @@ def print_size(path: Path) -> None:
 
 
 def export_backbone(args: argparse.Namespace) -> None:
-    """Writes a bare backbone as weights; prints the number of tensors."""
+    """Writes a bare backbone as weights. Prints the number of tensors."""
     import qbheat_det.export
 
     num_tensors, num_images = qbheat_det.export.export_backbone(

@@ -40,7 +40,7 @@ from pathlib import Path
 
 from arguments import WEIGHTS, add_data_flags, check_inputs, make_parser
 
-_POOR = 10.0  # AP50 in percent
+_POOR_AP50 = 10.0  # percent; detectors below this find no errors
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -103,14 +103,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find_suspects(args: argparse.Namespace) -> int:
-    """Finds labels that are probably wrong, and writes the page of suspects."""
+    """Finds labels that are probably wrong, and writes the page of suspects.
+
+    Prints how good the detectors are, and where the page is. Returns the exit code.
+    """
     from qbheat_det.labelling import SUSPECT_FILES, inspect_labels, shortlist, write_suspects
 
     replaced = [name for name in SUSPECT_FILES if (args.output / name).exists()]
     if replaced:
         print(f"'{args.output}' has files of an earlier search; replaced are {', '.join(replaced)}")
     images = first_images(args)
-    labels, suspects, quality = inspect_labels(
+    labels, suspects, ap50 = inspect_labels(
         args.data,
         args.output,
         images=images,
@@ -127,24 +130,24 @@ def find_suspects(args: argparse.Namespace) -> int:
     listed = shortlist(suspects, args.most)
     page = write_suspects(labels, listed, args.output, command, num_found=len(suspects))
     print(
-        f"The detectors have AP50 {quality[0]:.1f} and {quality[1]:.1f} on the half that they "
+        f"The detectors have AP50 {ap50[0]:.1f} and {ap50[1]:.1f} on the half that they "
         f"were not trained on. Listed are {len(listed):,} of {len(suspects):,} suspicious labels, "
         f"most probable first: {page}"
     )
-    if max(quality) < _POOR:
+    if max(ap50) < _POOR_AP50:
         print("Such poor detectors find no errors: label more images first")
     return 0
 
 
 def first_images(args: argparse.Namespace) -> str:
-    """Returns the folder of ``--images``, or "" if there is none."""
+    """Returns the first folder of ``--images``, or "" if there is none."""
     if args.images:
         return args.images[0]
     return ""
 
 
 def correct(args: argparse.Namespace) -> int:
-    """Writes the corrected COCO file."""
+    """Writes the corrected COCO file, and prints a summary. Returns the exit code."""
     from qbheat_det.labelling import apply_corrections
 
     summary = apply_corrections(
@@ -171,20 +174,23 @@ def inspect(args: argparse.Namespace) -> int:
     )
     from qbheat_det.analysis.figures import Image
     from qbheat_det.core.files import write_atomically
-    from qbheat_det.data import LEFT_OUT_FILE
+    from qbheat_det.data import LEFT_OUT_FILE, DataError
     from qbheat_det.engine import RunFlags
     from qbheat_det.engine.run_data import check_flags, open_sources
 
     logging.disable(logging.WARNING)  # the summary includes what loaders and mappers log
-    flags = dataclasses.replace(RunFlags.from_args(args), output="")  # not that of a training
+    # In ``RunFlags``, ``output`` is the folder of a training, but here it is that of the report.
+    flags = dataclasses.replace(RunFlags.from_args(args), output="")
     check_flags(flags)
     sources = open_sources(flags)
     cfg, recipe = load_recipe(flags, sources)
     inspections = [inspect_dataset(source, cfg) for source in list_sources(cfg, sources)]
     account = account_for(inspections)
-    errors, warnings = compare_datasets(inspections)
-    of_datasets = [error for inspection in inspections for error in inspection.errors]
-    errors = [*account.faults, *of_datasets, *errors]
+    errors: list[DataError] = [*account.faults]
+    for inspection in inspections:
+        errors += inspection.errors
+    shared_errors, warnings = compare_datasets(inspections)
+    errors += shared_errors
     text = "".join(f"{error.message}\n" for error in errors)
     files = {
         "errors.txt": text.encode(errors="backslashreplace"),
@@ -194,7 +200,7 @@ def inspect(args: argparse.Namespace) -> int:
     if sheet is not None:
         files["samples.jpg"] = Image.from_rgb(sheet, alt="").content
     for name, content in files.items():
-        write_atomically(args.output / name, lambda stream, content=content: stream.write(content))
+        write_atomically(args.output / name, content)
     print(format_report(inspections, errors, warnings, account, cfg, recipe))
     share = cfg.DATASETS.VAL_FRACTION
     if args.data and len(inspections) == 1 and share:

@@ -129,8 +129,8 @@ class _Backend:
 __legacy__ = _Backend()
 """
 
-# Prints version and path of detectron2. Exits with code 3 if there is none; an import error gives a
-# traceback.
+# Prints the version and the path of detectron2, each on its own line, and then imports it. Exits
+# with code 3 if it is not installed.
 PROBE = """\
 import importlib.metadata, importlib.util, sys
 spec = importlib.util.find_spec("detectron2")
@@ -158,16 +158,22 @@ class Installed(NamedTuple):
 
 
 def find_installed(python: str = sys.executable) -> Installed | None:
-    """Looks for Detectron2 in an interpreter, which runs in an empty folder to avoid shadowing."""
+    """Looks for Detectron2 in an interpreter. Returns None if it is not installed."""
+    # In an empty folder, because a folder named detectron2 would be imported instead.
     with tempfile.TemporaryDirectory() as empty:
         run = subprocess.run([python, "-c", PROBE], cwd=empty, capture_output=True, text=True)
     if run.returncode == 3:
         return None
-    version, path, *_ = [*run.stdout.splitlines(), "?", "?"]
+    lines = run.stdout.splitlines()
+    if len(lines) < 2:  # the interpreter failed before it printed them
+        lines = ["?", "?"]
+    version = lines[0]
+    folder = str(Path(lines[1]).parent)
     error = ""
     if run.returncode:
-        error = ["unknown error", *run.stderr.strip().splitlines()][-1]
-    return Installed(version, str(Path(path).parent), error)
+        messages = run.stderr.strip().splitlines()
+        error = messages[-1] if messages else "unknown error"
+    return Installed(version, folder, error)
 
 
 def download_sdist(folder: Path) -> Path:
@@ -176,12 +182,12 @@ def download_sdist(folder: Path) -> Path:
     stub.mkdir(parents=True)
     (stub / "__init__.py").touch()
     (stub / "build_meta.py").write_text(BACKEND_STUB, encoding="utf-8")
-    wanted = folder / "requirements.txt"
-    wanted.write_text(f"{SDIST}==0.6 --hash=sha256:{SHA256}\n", encoding="utf-8")
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"{SDIST}==0.6 --hash=sha256:{SHA256}\n", encoding="utf-8")
     # Constraints have no hashes, so pip refuses them together with --require-hashes.
     env = {name: value for name, value in os.environ.items() if "CONSTRAINT" not in name}
     command = ["download", "--require-hashes", "--no-deps", "--no-binary", SDIST, "--use-pep517"]
-    command += ["--no-build-isolation", "-r", str(wanted), "-d", str(folder)]
+    command += ["--no-build-isolation", "-r", str(requirements), "-d", str(folder)]
     run_pip(command, {**env, "PYTHONPATH": str(stub.parent)})
     return next(folder.glob("*.tar.gz"))
 
@@ -218,12 +224,11 @@ def adapt(
     Raises:
         InstallError: an adaptation did not apply exactly ``times`` times.
     """
-    package = {
-        target + name.removeprefix(source): content
-        for source, target in PACKAGES.items()
-        for name, content in files.items()
-        if name.startswith(source)
-    }
+    package = {}
+    for source, target in PACKAGES.items():
+        for name, content in files.items():
+            if name.startswith(source):
+                package[target + name.removeprefix(source)] = content
     for path, old, new, times in adaptations:
         name = f"detectron2/{path}"
         text, count = re.subn(old, new, package.get(name, b"").decode("utf-8"))
@@ -280,16 +285,21 @@ def list_record(members: dict[str, bytes]) -> Iterator[str]:
 
 
 def run_pip(arguments: Sequence[str], env: dict[str, str] | None = None) -> None:
-    """Runs pip of this interpreter; shows its output."""
+    """Runs pip of this interpreter, whose output the user sees.
+
+    Raises:
+        InstallError: pip failed.
+    """
     command = [sys.executable, "-m", "pip", *arguments]
     if subprocess.run(command, env=env, check=False).returncode:
         raise InstallError(f"pip failed (see its output above): {' '.join(command)}")
 
 
 def missing_opencv() -> list[str]:
-    """Returns the OpenCV distribution to install; none if cv2 can be imported.
+    """Returns a list with the OpenCV distribution to install, or [] if cv2 can be imported.
 
-    Detectron2 requires none, because several distributions of OpenCV would overwrite each other.
+    OpenCV is not among Detectron2's requirements, because several distributions have it, and a
+    second one would overwrite the first.
     """
     imports = subprocess.run([sys.executable, "-c", "import cv2"], capture_output=True, check=False)
     if imports.returncode:
@@ -298,7 +308,11 @@ def missing_opencv() -> list[str]:
 
 
 def install() -> None:
-    """Installs Detectron2 unless this Python has it; prints its version and folder."""
+    """Installs Detectron2 unless this Python has it. Prints its version and folder.
+
+    Raises:
+        InstallError: the installation failed, or there is a Detectron2 that cannot be imported.
+    """
     installed = find_installed()
     if installed is not None and not installed.error:
         print(f"Detectron2 {installed.version} is in {installed.path}: left as it is")
@@ -311,7 +325,7 @@ def install() -> None:
     with tempfile.TemporaryDirectory() as folder:
         files = read_sdist(download_sdist(Path(folder)))
         wheel = str(build_wheel(adapt(files), files["LICENSE"], Path(folder)))
-        if installed is not None:  # by this script, but damaged
+        if installed is not None:  # this script has installed it, but it is damaged
             run_pip(["install", "--force-reinstall", "--no-deps", wheel])
         run_pip(["install", wheel, *missing_opencv()])
     installed = find_installed()

@@ -91,7 +91,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def load(args: argparse.Namespace) -> "CfgNode":
-    """Returns the config in ``--config-file``, or else the config of the first weights file."""
+    """Returns the config in ``--config-file``, or else the config of the first weights file.
+
+    Raises a ``UserError`` if there is neither, or if a key is invalid.
+    """
     import torch
 
     from qbheat_det.checkpoint import load_run_config
@@ -112,7 +115,10 @@ def load(args: argparse.Namespace) -> "CfgNode":
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises a ``UserError`` if an argument is invalid, before the first probe starts."""
+    """Checks the arguments before the first probe starts. Replaces names of weights by addresses.
+
+    Raises a ``UserError`` if an argument is invalid.
+    """
     from qbheat_det.checkpoint import check_weights_file, find_weights
     from qbheat_det.core.errors import UserError
 
@@ -126,7 +132,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def describe(row: dict[str, Any]) -> tuple[str, ...]:
-    """Returns the cells of a row, in the order of the headers."""
+    """Converts a row of the results to the cells of the table, in the order of the headers."""
     images_seen = ""
     if row["images_seen"] is not None:
         images_seen = f"{row['images_seen']:,}"
@@ -144,7 +150,7 @@ def describe(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def print_line(cells: Sequence[str]) -> None:
-    """Prints one line of a Markdown table without buffering."""
+    """Prints one line of a Markdown table, so that it is visible at once."""
     print(f"| {' | '.join(cells)} |", flush=True)
 
 

@@ -118,6 +118,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         group = parser.add_argument_group(f"flags of the figure '{name}'")
         for keyword, settings in flags.items():
             flag = f"--{keyword.replace('_', '-')}"
+            # Without the flag, ``args`` has no such attribute, and the function's default is used.
             group.add_argument(flag, default=argparse.SUPPRESS, **settings)
     args = parser.parse_args(argv)
     if args.output.suffix not in (".html", ".htm"):
@@ -138,14 +139,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_report(args: argparse.Namespace) -> int:
-    """Writes the page. Returns the exit code."""
+    """Draws the figures and writes the page. Returns the exit code."""
     from qbheat_det.analysis.report import build_report
     from qbheat_det.analysis.run import FigureOptions, open_runs
 
-    keywords = {
-        name: {keyword: vars(args)[keyword] for keyword in flags if keyword in args}
-        for name, flags in FLAGS.items()
-    }
+    # The flags on the command line, by figure.
+    keywords: dict[str, dict[str, Any]] = {}
+    for name, flags in FLAGS.items():
+        keywords[name] = {keyword: vars(args)[keyword] for keyword in flags if keyword in args}
     results = build_report(
         [name for name in FIGURES if name in args.only],
         open_runs(args.runs, device=args.device),

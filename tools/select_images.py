@@ -140,7 +140,7 @@ def run_simulation(args: argparse.Namespace) -> None:
 
 
 def run_selection(args: argparse.Namespace) -> None:
-    """Selects images, and prints how many and the paths of the results."""
+    """Selects images. Prints their number, and the paths of the results."""
     from qbheat_det.core.errors import UserError
     from qbheat_det.labelling import check_selection_folder, select, write_selection
 

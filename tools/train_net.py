@@ -82,9 +82,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains or evaluates in this process; returns the results of the last evaluation.
+    """Trains or evaluates in this process. Returns the results of the last evaluation.
 
-    With ``--eval-only``, files are kept only if the command names an output folder or ``--resume``.
+    With ``--eval-only``, result files are kept only if the command names an output folder, or the
+    run to ``--resume``. Otherwise, they are written to a temporary folder.
     """
     from qbheat_det.core.errors import UserError
     from qbheat_det.engine import RunFlags
@@ -101,7 +102,10 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def train(flags: "RunFlags", *, is_dry: bool) -> dict[str, Any]:
-    """Trains the stages of a run. A dry run only prints their forecasts."""
+    """Trains the stages of a run, and returns the results of the last evaluation.
+
+    A dry run only prints the expected time and memory of each stage, and returns {}.
+    """
     from qbheat_det.api.training import train_run
     from qbheat_det.engine import Trainer, assemble_run
     from qbheat_det.engine.dry_run import print_forecasts

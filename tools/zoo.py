@@ -50,6 +50,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run_list(args: argparse.Namespace) -> int:
+    """Prints a table of the matching entries. Returns the exit code."""
     from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
 
     from qbheat_det.core.text import format_bytes
@@ -74,6 +75,7 @@ def run_list(args: argparse.Namespace) -> int:
 
 
 def run_fetch(args: argparse.Namespace) -> int:
+    """Downloads the matching entries, and prints the path of each file. Returns the exit code."""
     from qbheat_det.core.errors import UserError
     from qbheat_det.core.files import write_atomically
     from qbheat_det.model_zoo import find_entry, list_entries

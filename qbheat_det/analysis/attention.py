@@ -40,7 +40,7 @@ Heads = Literal["mean", "apart"]
 PAPER_BLOCKS = (3, 6, 10, 12)
 """Numbers of the blocks in the paper's figures. The paper's networks have twelve blocks."""
 _PAPER_IMAGE_SIZE = 256  # in pre-training, Table 9
-_SATURATED_SHARE = 0.05  # of a map's sum, from values above the end of the color scale
+_SATURATED_SHARE = 0.05  # share of a map's sum that may lie above the end of the color scale
 _CELL_SIDE = 104  # of an image in the figure, in pixels
 _STEM_STRIDE = 2
 _BRIDGE_TITLES: dict[Bridge, str] = {"to_former": "Mobile→Former", "to_mobile": "Mobile←Former"}
@@ -54,10 +54,16 @@ _BATCH_SIZE = 32
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """Attention of the two bridges of block ``number`` (from 1, as in Table 8) for N images.
+    """Attention between the M tokens and the pixels in one block, for N images.
 
-    ``to_former`` (N, heads, M, H, W), for Mobile→Former, sums to 1 over the H x W positions.
-    ``to_mobile`` (N, heads, M, H', W'), for Mobile←Former, sums to 1 over the M tokens.
+    Attributes:
+        number: number of the block, from 1, as in Table 8.
+        to_former: attention of each token to the pixels of the block's input (N, heads, M, H, W).
+            It sums to 1 over the H x W pixels.
+        to_mobile: attention of each pixel of the block's output to the tokens
+            (N, heads, M, H', W'). It sums to 1 over the M tokens.
+        to_former_stride: stride of the block's input.
+        to_mobile_stride: stride of the block's output.
     """
 
     number: int
@@ -76,9 +82,9 @@ def find_mobile_former(model: nn.Module) -> MobileFormer | None:
 
 
 def list_blocks(backbone: MobileFormer) -> dict[int, tuple[str, int, int]]:
-    """Maps the numbers of the blocks with tokens to (name, input stride, output stride).
+    """Maps the number of each block that has tokens to (name, input stride, output stride).
 
-    All blocks are counted, from 1.
+    Numbers start from 1 and also count the blocks without tokens.
     """
     blocks = {}
     number = 0
@@ -105,37 +111,44 @@ def choose_blocks(backbone: MobileFormer) -> list[int]:
         return [number for number in PAPER_BLOCKS if number in blocks]
     last_blocks = {}  # by stride
     for number, (_, _, output_stride) in blocks.items():
-        last_blocks[output_stride] = number
+        last_blocks[output_stride] = number  # replaces the block before
     return list(last_blocks.values())
 
 
 @torch.no_grad()
 def read_bridges(backbone: MobileFormer, images: Tensor) -> list[BlockAttention]:
-    """Runs a network on images (N, 3, H, W). Returns the attention of its blocks, on the CPU."""
+    """Runs a network on normalized images (N, 3, H, W), and returns its attention on the CPU.
+
+    The result has one item per block with tokens, in the order of the network.
+    """
     blocks = list_blocks(backbone)
     bridges = []
     for name, _, _ in blocks.values():
         bridges += [f"{name}.mobile_to_former", f"{name}.former_to_mobile"]
     with read_attention(backbone, bridges) as record:
         backbone(images)
-    return [
-        BlockAttention(
+    attentions = []
+    for number, (name, input_stride, output_stride) in blocks.items():
+        attention = BlockAttention(
             number=number,
-            to_former=record[f"{name}.mobile_to_former"][-1].cpu(),
+            to_former=record[f"{name}.mobile_to_former"][-1].cpu(),  # of the last call
             to_mobile=record[f"{name}.former_to_mobile"][-1].cpu(),
             to_former_stride=input_stride,
             to_mobile_stride=output_stride,
         )
-        for number, (name, input_stride, output_stride) in blocks.items()
-    ]
+        attentions.append(attention)
+    return attentions
 
 
 def find_scale_end(maps: Sequence[npt.NDArray[np.float32]]) -> float:
-    """Returns the end of the color scale. At most 5 % of each map's sum is from higher values."""
+    """Returns the value at the end of the color scale, which all maps share.
+
+    It is so high that, in each map, values above it have at most 5 % of the map's sum.
+    """
     ends = []
     for values in maps:
         descending = np.sort(values, axis=None)[::-1]
-        sums = np.cumsum(descending, dtype=np.float64)
+        sums = np.cumsum(descending, dtype=np.float64)  # of the n highest values
         index = np.searchsorted(sums, _SATURATED_SHARE * sums[-1])
         ends.append(float(descending[index]))
     return max(ends)
@@ -143,7 +156,7 @@ def find_scale_end(maps: Sequence[npt.NDArray[np.float32]]) -> float:
 
 @dataclass(frozen=True)
 class _ImageAttention:
-    """One image of a run: its pixels, and the attention of the blocks to draw."""
+    """One image of a run: its pixels (H, W, 3), and the attention of the blocks to draw."""
 
     pixels: RGBImage
     blocks: list[BlockAttention]
@@ -154,8 +167,8 @@ def draw_attention(
 ) -> Figure:
     """Draws the attention of both bridges over images, for the blocks of ``choose_blocks``.
 
-    ``attention_heads`` "mean" averages over heads, and "apart" draws one row per head. Raises
-    ``NotApplicable`` if no run has a Mobile-Former with tokens.
+    ``attention_heads`` is "mean" for the average over heads, or "apart" for one row per head.
+    Raises ``NotApplicable`` if no run has a Mobile-Former with tokens.
     """
     size = find_size(runs, _PAPER_IMAGE_SIZE)
 
@@ -180,6 +193,11 @@ def draw_attention(
 
 
 def _compute_attention(run: Run, files: Sequence[str], size: int) -> list[_ImageAttention]:
+    """Runs the Mobile-Former of a run on the central square of each file.
+
+    The squares are resized to ``size`` pixels. Raises ``NotApplicable`` if the run has no
+    Mobile-Former with tokens.
+    """
     backbone = find_mobile_former(run.model)
     if backbone is None or not choose_blocks(backbone):
         name = run.cfg.MODEL.BACKBONE.NAME
@@ -188,7 +206,8 @@ def _compute_attention(run: Run, files: Sequence[str], size: int) -> list[_Image
     entries = crop_squares(run.cfg, files, size)
     results = []
     for entry in tqdm(entries, unit="image", desc=f"attention, {run.label}", delay=2, leave=False):
-        # One image at a time, because the attention of all blocks of large images needs much memory
+        # Batches of one image, because the attention of all blocks of large images needs much
+        # memory.
         (image,) = batch_images(run.model, [entry], "")
         blocks = [block for block in read_bridges(backbone, image) if block.number in numbers]
         pixels = plotting.to_rgb(entry["image"], run.cfg.INPUT.FORMAT).astype(np.uint8)
@@ -197,9 +216,10 @@ def _compute_attention(run: Run, files: Sequence[str], size: int) -> list[_Image
 
 
 def _plot_image(attentions: Mapping[str, _ImageAttention], bridge: Bridge, heads: Heads) -> Chart:
-    """Draws the attention on one image, with the rows of all runs below each other.
+    """Draws the attention on one image. A row has the image, and a map for each token.
 
-    ``attentions`` maps the label of each run to its attention on this image.
+    Each run has a row per block (and head). ``attentions`` maps the label of each run to its
+    attention on this image.
     """
     rows = []
     row_names = []
@@ -211,8 +231,9 @@ def _plot_image(attentions: Mapping[str, _ImageAttention], bridge: Bridge, heads
                 if bridge == "to_former":
                     scale_end = max(2.0, find_scale_end(maps))
                 else:
-                    # Uniform attention over the tokens has the middle color.
-                    scale_end = min(1.0, 2 / len(maps))
+                    # Uniform attention over the tokens has the color in the middle of the scale.
+                    num_tokens = len(maps)
+                    scale_end = min(1.0, 2 / num_tokens)
                 overlays = [
                     plotting.overlay_map(image, values, stride=stride * scale, high=scale_end)
                     for values in maps
@@ -222,38 +243,44 @@ def _plot_image(attentions: Mapping[str, _ImageAttention], bridge: Bridge, heads
                 if len(attentions) > 1:
                     row_name = f"{plotting.to_text(label)}\n{row_name}"
                 row_names.append(row_name)
-    num_tokens = max(len(row) for row in rows) - 1
-    column_names = ["image", *(f"token {i + 1}" for i in range(num_tokens))]
+    num_columns = max(len(row) for row in rows)
+    column_names = ["image", *(f"token {i}" for i in range(1, num_columns))]
     return plotting.plot_grid(rows, column_names=column_names, row_names=row_names)
 
 
 def _list_maps(
     block: BlockAttention, bridge: Bridge, heads: Heads
 ) -> list[tuple[str, list[npt.NDArray[np.float32]], int]]:
-    """Returns (row name, one map (H, W) per token, stride) for the mean or for each head."""
+    """Returns the rows to draw for one block of one image.
+
+    Each row is (name, M maps (H, W), their stride). There is one row for the mean over heads, or
+    one row per head.
+    """
     if bridge == "to_former":
         stride = block.to_former_stride
-        weights = block.to_former[0].float()
-        weights = weights * weights[0, 0].numel()  # multiples of uniform attention
+        attention = block.to_former[0].float()  # (heads, M, H, W)
+        height, width = attention.shape[2:]
+        attention = attention * (height * width)  # multiples of uniform attention
     else:
         stride = block.to_mobile_stride
-        weights = block.to_mobile[0].float()
+        attention = block.to_mobile[0].float()
     if heads == "mean":
-        weights = weights.mean(dim=0, keepdim=True)
+        attention = attention.mean(dim=0, keepdim=True)
         names = [f"stride {stride}"]
     else:
-        names = [f"head {i + 1}" for i in range(len(weights))]
-    return [
-        (f"block {block.number}, {name}", list(maps.numpy()), stride)
-        for name, maps in zip(names, weights, strict=True)
-    ]
+        names = [f"head {i + 1}" for i in range(len(attention))]
+    rows = []
+    for name, maps in zip(names, attention, strict=True):
+        rows.append((f"block {block.number}, {name}", list(maps.numpy()), stride))
+    return rows
 
 
 def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) -> Entries:
-    """Returns one dict per readable file. Its key "image" has the central square (3, S, S).
+    """Crops the central square of each file. Returns the mapper's dict of each readable file.
 
-    The evaluation mapper of ``cfg`` crops the square. If ``cfg`` is the config of a detector, the
-    mapper of pre-training is used instead. S is ``size``, by default ``INPUT.PRETRAIN.SIZE``.
+    The key "image" has the square (3, S, S), with S = ``size``, by default ``INPUT.PRETRAIN.SIZE``.
+    The evaluation mapper of ``cfg`` crops it. If ``cfg`` is the config of a detector, whose mapper
+    does not crop, the mapper of pre-training is used instead.
     """
     cfg = with_values(cfg)
     if find_task(cfg) is DETECTION:
@@ -266,9 +293,12 @@ def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) ->
 
 
 def find_size(runs: Sequence[Run], default: int) -> int:
-    """Returns the image side in pixels of the first run that is no detector, or ``default``."""
+    """Returns the side in pixels of the square images that all runs get.
+
+    It is ``INPUT.PRETRAIN.SIZE`` of the first run that is not a detector, or else ``default``.
+    """
     for run in runs:
-        # The figure reports these errors when it uses the run.
+        # An error is ignored here, because the figure reports it when it uses the run.
         with contextlib.suppress(NotApplicable, UserError):
             if run.task is not DETECTION:
                 return int(run.cfg.INPUT.PRETRAIN.SIZE)
@@ -276,7 +306,10 @@ def find_size(runs: Sequence[Run], default: int) -> int:
 
 
 def batch_images(model: nn.Module, entries: Entries, label: str) -> Iterator[Tensor]:
-    """Yields normalized batches (n, 3, S, S) on the model's device, and shows progress."""
+    """Yields normalized batches (n, 3, S, S), n <= 32, on the model's device.
+
+    ``entries`` are results of ``crop_squares``. ``label`` is the text of the progress bar.
+    """
     statistics = get_pixel_statistics(model)
     mean = statistics["pixel_mean"].view(-1, 1, 1)
     std = statistics["pixel_std"].view(-1, 1, 1)

@@ -39,7 +39,7 @@ PROBES = "probes"
 _COSTS = ("images seen", "minutes")
 
 Summary = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""Summary[objective][measure] has "mean" and "deviation" over seeds, and "values" by seed."""
+"""``summary[objective][measure]`` has "mean" and "deviation" over seeds, and "values" by seed."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Comparison:
 
     @cached_property
     def contents(self) -> list[int]:
-        """A checksum of the training images, and one of the validation images."""
+        """The checksums of the training images and of the validation images."""
         return [fingerprint_records(records) for records in self.images]
 
 
@@ -84,8 +84,8 @@ class Comparison:
 class Row:
     """One objective with one seed, and the folder of its results.
 
-    A row has the stages ``PRETRAINING`` (a run in ``folder/pretraining``) and ``PROBES``
-    (``folder/probes/rows.json``). A stage is finished if ``record_file`` exists.
+    A row has the stages ``PRETRAINING``, a run in ``folder/pretraining``, and ``PROBES``, whose
+    results are in ``folder/probes/rows.json``. A stage is finished if its ``record_file`` exists.
     """
 
     objective: Objective
@@ -119,7 +119,10 @@ class Row:
 
 
 def load_objectives(wanted: Sequence[str], opts: Sequence[str] = ()) -> list[Objective]:
-    """Loads objectives by name or config file. By default, loads all built-in ones, "random" first.
+    """Loads objectives by name or config file.
+
+    If ``wanted`` is empty, loads all built-in ones, "random" first. ``opts`` overrides keys of each
+    config.
 
     Raises:
         UserError: an objective is unknown, repeated or has an invalid config, or two objectives
@@ -127,7 +130,8 @@ def load_objectives(wanted: Sequence[str], opts: Sequence[str] = ()) -> list[Obj
     """
     folder = Path(get_config_path("objectives/Base-Objective.yaml")).parent
     files = {path.stem: str(path) for path in sorted(folder.glob("*.yaml"))}
-    known = {RANDOM: files.pop("Base-Objective"), **files}
+    base_file = files.pop("Base-Objective")
+    known = {RANDOM: base_file, **files}
     objectives = [load_objective(word, known, opts) for word in wanted or known]
     names = [objective.name for objective in objectives]
     if len(set(names)) < len(names):
@@ -167,23 +171,24 @@ def load_objective(word: str, known: Mapping[str, str], opts: Sequence[str]) -> 
 
 
 def list_encoder_keys(cfg: CfgNode) -> dict[str, Any]:
-    """Returns the keys that define the encoder and its image size."""
-    nodes = ("INPUT.PRETRAIN.SIZE", "MODEL.BACKBONE.", "MODEL.MOBILE_FORMER.")
-    of_training = ("DROP_PATH", "FREEZE_AT")
-    return {
-        key: value
-        for key, value in list_leaves(cfg)
-        if key.startswith(nodes) and not key.endswith(of_training)
-    }
+    """Returns the keys that define the encoder and its image size, with their values."""
+    prefixes = ("INPUT.PRETRAIN.SIZE", "MODEL.BACKBONE.", "MODEL.MOBILE_FORMER.")
+    training_suffixes = ("DROP_PATH", "FREEZE_AT")  # do not change the trained encoder's structure
+    keys = {}
+    for key, value in list_leaves(cfg):
+        if key.startswith(prefixes) and not key.endswith(training_suffixes):
+            keys[key] = value
+    return keys
 
 
 def list_rows(comparison: Comparison) -> list[Row]:
     """Returns all rows: for each seed, one row per objective."""
-    return [
-        Row(objective, seed, comparison.output_dir / objective.name / f"seed{seed}")
-        for seed in comparison.seeds
-        for objective in comparison.objectives
-    ]
+    rows = []
+    for seed in comparison.seeds:
+        for objective in comparison.objectives:
+            folder = comparison.output_dir / objective.name / f"seed{seed}"
+            rows.append(Row(objective, seed, folder))
+    return rows
 
 
 def write_report(comparison: Comparison, rows: Sequence[Row], failed: Mapping[str, str]) -> str:
@@ -225,44 +230,53 @@ def measure_row(comparison: Comparison, row: Row) -> dict[str, float]:
     if PRETRAINING in row.stages and row.is_finished(PRETRAINING):
         measures["images seen"] = float(count_images_seen(info_of(str(row.weights))) or 0)
         seconds = 0.0
-        num_steps = 0
+        num_steps = 0  # until the record before
         for record in read_metrics(row.folder / PRETRAINING / "metrics.json"):
-            if "time" in record:  # the mean of the steps since the last record
-                seconds += float(record["time"]) * (record["iteration"] + 1 - num_steps)
-                num_steps = record["iteration"] + 1
+            if "time" not in record:
+                continue
+            new_steps = record["iteration"] + 1 - num_steps
+            seconds += float(record["time"]) * new_steps  # "time" is the mean of the new steps
+            num_steps += new_steps
         measures["minutes"] = seconds / 60
     return measures
 
 
 def summarize(measured: Sequence[tuple[Row, Mapping[str, float]]]) -> Summary:
-    """Returns mean and unbiased standard deviation (nan for one seed) by objective and measure."""
+    """Computes mean and standard deviation over seeds, by objective and measure.
+
+    The standard deviation is the unbiased one. It is nan if there is only one seed.
+    """
     summary: dict[str, dict[str, dict[str, Any]]] = {}
     for row, measures in measured:
+        by_title = summary.setdefault(row.objective.name, {})
         for title, value in measures.items():
-            entry = summary.setdefault(row.objective.name, {}).setdefault(title, {"values": {}})
+            entry = by_title.setdefault(title, {"values": {}})
             entry["values"][row.seed] = value
+    for by_title in summary.values():
+        for entry in by_title.values():
             values = list(entry["values"].values())
             entry["mean"] = statistics.fmean(values)
-            entry["deviation"] = math.nan
-            if len(values) > 1:
-                entry["deviation"] = statistics.stdev(values)
+            entry["deviation"] = statistics.stdev(values) if len(values) > 1 else math.nan
     return summary
 
 
 def render_tables(comparison: Comparison, summary: Summary, failed: Mapping[str, str]) -> str:
     """Returns the table of results and costs in Markdown."""
-    num_train, num_val = (len(records) for records in comparison.images)
-    every_title = dict.fromkeys(title for measures in summary.values() for title in measures)
-    titles = [title for title in every_title if title not in _COSTS]
-    rows = [
-        [name, *(format_spread(measures.get(title)) for title in (*titles, *_COSTS))]
-        for name, measures in summary.items()
-    ]
-    headers = ["objective", *(f"{title}, %" for title in titles), *_COSTS]
+    train_images, val_images = comparison.images
+    probes: list[str] = []  # the titles of the probes of all objectives, each once
+    for measures in summary.values():
+        for title in measures:
+            if title not in _COSTS and title not in probes:
+                probes.append(title)
+    rows = []
+    for name, measures in summary.items():
+        cells = [format_spread(measures.get(title)) for title in (*probes, *_COSTS)]
+        rows.append([name, *cells])
+    headers = ["objective", *(f"{title}, %" for title in probes), *_COSTS]
     seeds = ", ".join(str(seed) for seed in comparison.seeds)
     settings = (
-        f"Pre-training: {comparison.epochs:g} epochs of {num_train:,} images, seeds {seeds}. "
-        f"Probes: the same training images, {num_val:,} validation images."
+        f"Pre-training: {comparison.epochs:g} epochs of {len(train_images):,} images, seeds "
+        f"{seeds}. Probes: the same training images, {len(val_images):,} validation images."
     )
     if failed:
         settings += f" Failed: {', '.join(failed)}."
@@ -278,7 +292,7 @@ def render_tables(comparison: Comparison, summary: Summary, failed: Mapping[str,
 
 
 def format_spread(spread: Mapping[str, Any] | None) -> str:
-    """Returns the cell of an entry of a summary, such as "12.00 ± 2.83 (2)"."""
+    """Formats an entry of a summary as mean ± deviation (seeds), such as "12.00 ± 2.83 (2)"."""
     if spread is None:
         return "-"
     if math.isnan(spread["deviation"]):

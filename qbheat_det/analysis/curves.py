@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The figure "curves": training curves from ``metrics.json``, by epochs."""
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from .figures import Figure, NotApplicable, Table
 from .run import FigureOptions, Run, run_each
 
 Curve = tuple[list[float], list[float]]
-"""Ascending positions on the x axis, and values. A nan value is a gap."""
+"""Ascending positions on the x axis, and the value at each. A nan value is a gap in the line."""
 _QUANTITIES = {  # from a pattern of keys to (chart title, axis label)
     r"^total_loss$": ("Total loss", "loss"),
     r"loss(?!.*_\d+$)": ("Loss: {}", "loss"),  # excludes earlier decoder blocks (_0, _1, …)
@@ -27,7 +28,7 @@ _QUANTITIES = {  # from a pattern of keys to (chart title, axis label)
     r"^gradient_norm$": ("Norm of the gradients", "norm"),
 }
 _MAX_MARKERS = 24  # curves with more points have no markers
-_LOG_SCALE_RATIO = 100.0  # of the largest to the smallest value, above which y is logarithmic
+_LOG_SCALE_RATIO = 100.0  # y is logarithmic if largest / smallest value is above this
 _EXPLANATION = (
     "Losses are comparable only between runs of one model, so each model has its own charts. "
     "Training losses are medians over the last steps.",
@@ -47,6 +48,7 @@ def draw_curves(runs: Sequence[Run], options: FigureOptions) -> Figure:
     """Draws a panel per logged quantity, with a line per run. Losses have a panel per model."""
 
     def check(run: Run) -> Run:
+        """Returns the run, or raises ``NotApplicable`` if it has no curves."""
         epochs, _ = read_series(run.metrics, "epoch")
         if not epochs:
             raise NotApplicable(f"'{run.label}' has no metrics.json with epochs")
@@ -54,7 +56,8 @@ def draw_curves(runs: Sequence[Run], options: FigureOptions) -> Figure:
 
     results = run_each(runs, check, nothing="no curves")
     logged = list(results.by_label.values())
-    quantities = find_quantities([record for run in logged for record in run.metrics])
+    records = list(itertools.chain.from_iterable(run.metrics for run in logged))
+    quantities = find_quantities(records)
     by_model = _group_by_model(logged)
     panels: list[Panel] = []
     data: dict[str, dict[str, Any]] = {run.label: {} for run in logged}
@@ -67,8 +70,9 @@ def draw_curves(runs: Sequence[Run], options: FigureOptions) -> Figure:
                 if epochs:
                     curves[run.label] = (epochs, values)
                     data[run.label][key] = {"epochs": epochs, "values": values}
-            # Single values are only in the table.
-            if any(len(epochs) > 1 for epochs, _ in curves.values()):
+            # A quantity with single values has no line. It is only in the table.
+            has_line = any(len(epochs) > 1 for epochs, _ in curves.values())
+            if has_line:
                 panels.append(Panel(title + suffix, y_label, curves))
     images = {}
     if panels:
@@ -82,8 +86,8 @@ def draw_curves(runs: Sequence[Run], options: FigureOptions) -> Figure:
 def _group_by_model(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Groups runs by the name of their model. The keys are suffixes of chart titles.
 
-    If all runs have the same model, the only key is "". The name of the model is None if the config
-    of a run cannot be read.
+    They are ", MODEL", or "" if all runs have the same model. Runs whose config cannot be read are
+    in the group ", None".
     """
     groups: dict[str | None, list[Run]] = {}
     for run in runs:
@@ -98,7 +102,7 @@ def _group_by_model(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def _tabulate_last_values(runs: Sequence[Run], quantities: Mapping[str, tuple[str, str]]) -> Table:
-    """Returns the last values of the total loss and of all quantities in percent."""
+    """Returns a table of the last total loss, and the last values of all quantities in percent."""
     keys = ["epoch"]
     for key, (_, y_label) in quantities.items():
         if y_label.endswith("(%)") or key == "total_loss":
@@ -121,14 +125,17 @@ def _tabulate_last_values(runs: Sequence[Run], quantities: Mapping[str, tuple[st
 
 @plotting.themed
 def plot_curves(panels: Sequence[Panel], names: Sequence[str]) -> Chart:
-    """Draws panels in two columns, with one line per run. ``names`` are the labels of all runs."""
+    """Draws panels in two columns, with one line per run.
+
+    ``names`` are the labels of all runs, so that a run has the same style in each panel.
+    """
     columns = min(2, len(panels))
     rows = math.ceil(len(panels) / 2)
     figure = plotting.start_figure(height=3 * rows, width=5.2 * columns)
     styles = dict(zip(names, plotting.list_styles(len(names)), strict=True))
     for index, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(rows, columns, index)
-        finite = []
+        finite = []  # the finite values of all runs
         for name, (epochs, values) in panel.curves.items():
             style = styles[name] | {"label": plotting.to_text(name)}
             if len(epochs) > _MAX_MARKERS:
@@ -150,10 +157,10 @@ def plot_curves(panels: Sequence[Panel], names: Sequence[str]) -> Chart:
 def read_series(records: Sequence[Mapping[str, Any]], key: str) -> Curve:
     """Returns the ascending iterations and the values of a logged key.
 
-    If a resumed run repeats an iteration, its last record is used. Infinite values are replaced by
+    If a resumed run repeats an iteration, the last record is used. Infinite values are replaced by
     nan. If no value is finite, both lists are empty.
     """
-    points: dict[float, float] = {}
+    points: dict[float, float] = {}  # values by iteration
     for record in records:
         value = record.get(key)
         if isinstance(value, int | float):
@@ -171,8 +178,11 @@ def read_series(records: Sequence[Mapping[str, Any]], key: str) -> Curve:
 
 
 def find_quantities(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Returns (chart title, axis label) of the logged keys to draw, such as losses and AP."""
-    keys = dict.fromkeys(key for record in records for key in record)
+    """Maps each logged key to draw, such as a loss or AP, to (chart title, axis label).
+
+    The order is that of ``_QUANTITIES``, and that of the records for keys of the same pattern.
+    """
+    keys = dict.fromkeys(itertools.chain.from_iterable(records))  # each key once, in this order
     quantities: dict[str, tuple[str, str]] = {}
     for pattern, (title, y_label) in _QUANTITIES.items():
         for key in keys:
@@ -186,11 +196,13 @@ def find_quantities(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str
 
 
 def select_curve(run: Run, key: str) -> Curve:
-    """Returns epochs and values of a logged key. If the epochs are unknown, both are empty."""
-    epoch_of = dict(zip(*read_series(run.metrics, "epoch"), strict=True))  # by iteration
+    """Returns the epochs and values of a logged key, without records whose epoch is unknown."""
+    iterations, logged_epochs = read_series(run.metrics, "epoch")
+    epoch_of = dict(zip(iterations, logged_epochs, strict=True))  # by iteration
     epochs = []
     values = []
-    for iteration, value in zip(*read_series(run.metrics, key), strict=True):
+    iterations, logged_values = read_series(run.metrics, key)
+    for iteration, value in zip(iterations, logged_values, strict=True):
         if iteration in epoch_of:
             epochs.append(epoch_of[iteration])
             values.append(value)

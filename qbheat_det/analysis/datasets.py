@@ -47,13 +47,16 @@ from .plotting import add_heading, tile_images
 
 _TINY_SIDE = 8  # in pixels at the network's input: the stride of the finest level of most heads
 _MAX_CLASSES = 40  # in the table of boxes per class
-_MAX_ERRORS = 10  # of each kind in the report
-_COCO_SIZES = (32.0, 96.0)  # square root of the area that separates small, medium and large boxes
+_MAX_ERRORS = 10  # in the report, for each kind of error
+_COCO_SIZES = (32.0, 96.0)  # pixels; square roots of the areas between small, medium and large
 
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A dataset to inspect, for training or for evaluation."""
+    """A dataset to inspect, for training ("train") or for evaluation ("val").
+
+    It is either opened from files, or registered in Detectron2's catalog.
+    """
 
     name: str
     role: Role
@@ -81,7 +84,7 @@ class Inspection:
 
 
 def list_objects(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the annotations of a record, without crowds."""
+    """Returns the annotations of a record in Detectron2's format, without crowds."""
     return [
         annotation
         for annotation in record.get("annotations", ())
@@ -90,10 +93,11 @@ def list_objects(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def load_recipe(flags: RunFlags, sources: Mapping[Role, OpenedSource]) -> tuple[CfgNode, str]:
-    """Returns the config of a training with these flags and opened sources, and its name.
+    """Returns the config that ``qbheat train`` uses for these flags and sources, and its name.
 
-    For data sets that only ``opts`` name, training has no default, and Detectron2's is returned.
-    Raises a ``UserError`` if the config is invalid.
+    Without a config file and data, training has no default config, so the result is Detectron2's
+    default config with ``opts``, which may name registered datasets. Raises a ``UserError`` if the
+    config is invalid.
     """
     if not (flags.config_file or flags.data or flags.images):
         return load_config(None, [str(word) for word in flags.opts]), "Detectron2's defaults"
@@ -103,9 +107,10 @@ def load_recipe(flags: RunFlags, sources: Mapping[Role, OpenedSource]) -> tuple[
 
 
 def list_sources(cfg: CfgNode, sources: Mapping[Role, OpenedSource]) -> list[DatasetSource]:
-    """Returns the opened datasets, or else those of the config. Training datasets come first.
+    """Returns the opened datasets, or the registered ones of the config if none is opened.
 
-    Raises a ``UserError`` if data have no boxes, or there is no dataset.
+    Training datasets come first. Raises a ``UserError`` if opened data have no boxes, or if there
+    is no dataset.
     """
     listed = []
     for role, opened in sources.items():
@@ -125,10 +130,10 @@ def list_sources(cfg: CfgNode, sources: Mapping[Role, OpenedSource]) -> list[Dat
 def inspect_dataset(source: DatasetSource, cfg: CfgNode) -> Inspection:
     """Checks the annotations, the records and every image file of a dataset.
 
-    ``MODEL.MASK_ON``, ``INPUT.MASK_FORMAT`` and ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` determine
-    which annotations are required, and ``INPUT.MAX_SIZE_TRAIN`` and ``MAX_SIZE_TEST`` which images
-    are too elongated. Raises a ``UserError`` if the dataset, its annotation file or its image
-    folder does not exist.
+    The config determines which annotations are required (``MODEL.MASK_ON``, ``INPUT.MASK_FORMAT``
+    and ``DATALOADER.FILTER_EMPTY_ANNOTATIONS``), and which images are too elongated
+    (``INPUT.MAX_SIZE_TRAIN`` and ``MAX_SIZE_TEST``). Raises a ``UserError`` if the dataset, its
+    annotation file or its image folder does not exist.
     """
     files = source.source or _find_files(source)
     try:
@@ -148,7 +153,8 @@ def inspect_dataset(source: DatasetSource, cfg: CfgNode) -> Inspection:
     )
     if annotations.problem:
         errors.append(DataError("no labels", files.path, annotations.problem))
-    if annotations.account.faults:  # these explain why no valid record is left
+    if annotations.account.faults:
+        # The account already explains why no valid image or box is left.
         errors = [error for error in errors if error.kind not in ("empty dataset", "no boxes")]
     return Inspection(source, records, annotations.class_names, errors, annotations)
 
@@ -206,7 +212,7 @@ def _find_files(source: DatasetSource) -> Source:
 
 
 def _load_valid(annotations: Annotations) -> list[dict[str, Any]]:
-    """Loads the valid images and annotations with Detectron2's loader."""
+    """Returns Detectron2's records of the valid images and annotations."""
     if not annotations.images or not annotations.categories:
         return []
     name = f"qbheat_det inspection of {annotations.origin}"
@@ -219,10 +225,14 @@ def _load_valid(annotations: Annotations) -> list[dict[str, Any]]:
 
 
 def _warn_of_missing_classes(inspection: Inspection, other: Inspection) -> list[str]:
-    """Warns of classes that have boxes in the first dataset, but none in the other."""
+    """Returns a warning if classes have boxes in the first dataset, but none in the other.
+
+    The result is a list with this warning, or an empty list.
+    """
     missing = []
     for name, count in inspection.boxes_per_class.items():
-        if count and other.boxes_per_class.get(name) == 0:
+        other_count = other.boxes_per_class.get(name)  # None if the class is unknown there
+        if count > 0 and other_count == 0:
             missing.append(repr(name))
     if not missing:
         return []
@@ -233,7 +243,8 @@ def _warn_of_missing_classes(inspection: Inspection, other: Inspection) -> list[
 
 
 def _find_leaks(train: Inspection, val: Inspection) -> list[DataError]:
-    """Returns errors for byte-identical images. Only compares files of the same size."""
+    """Returns an error for each image of ``val`` that is byte-identical to one of ``train``."""
+    # Files of different sizes cannot be identical.
     train_files: dict[int, list[str]] = defaultdict(list)  # by size in bytes
     for record in train.records:
         path = record["file_name"]
@@ -261,13 +272,17 @@ def format_report(
     cfg: CfgNode,
     recipe: str,
 ) -> str:
-    """Formats statistics, the account, boxes per class, warnings and errors of all datasets.
+    """Returns the text of the report on all datasets.
 
-    ``recipe`` is the name of ``cfg``.
+    It has statistics, the account, boxes per class, warnings and errors. ``recipe`` is the name of
+    ``cfg``.
     """
     columns = {inspection.source.name: measure(inspection, cfg) for inspection in inspections}
-    titles = next(iter(columns.values()))
-    statistics = [(title, *(column[title] for column in columns.values())) for title in titles]
+    titles = list(next(iter(columns.values())))  # the same for all datasets
+    statistics = []
+    for title in titles:
+        values = [column[title] for column in columns.values()]
+        statistics.append((title, *values))
 
     boxes_per_class = [inspection.boxes_per_class for inspection in inspections]
     total: Counter[str] = Counter()
@@ -293,7 +308,7 @@ def format_report(
 
 
 def _list_errors(errors: Sequence[DataError]) -> list[str]:
-    """Returns lines with the number of errors, and the first errors of each kind."""
+    """Returns lines with the number of errors, and the first ten errors of each kind."""
     if not errors:
         return ["No errors."]
     by_kind: dict[str, list[DataError]] = defaultdict(list)
@@ -312,7 +327,7 @@ def _list_errors(errors: Sequence[DataError]) -> list[str]:
 
 
 def _describe_input(cfg: CfgNode) -> str:
-    """Describes the size of whole images at the input of evaluation."""
+    """Describes the size to which evaluation resizes whole images."""
     min_size = cfg.INPUT.MIN_SIZE_TEST
     max_size = cfg.INPUT.MAX_SIZE_TEST
     if not min_size:
@@ -322,9 +337,10 @@ def _describe_input(cfg: CfgNode) -> str:
 
 def measure(inspection: Inspection, cfg: CfgNode) -> dict[str, str]:
     """Returns statistics of a dataset as text, by title. Crowds are not counted as boxes."""
+    # N images and B boxes.
     records = inspection.records
-    boxes = []  # XYWH
-    indices = []  # of the image of each box
+    boxes = []  # XYWH in pixels
+    indices = []  # the index of the image of each box
     num_crowds = 0
     for index, record in enumerate(records):
         annotations = list_objects(record)
@@ -333,25 +349,33 @@ def measure(inspection: Inspection, cfg: CfgNode) -> dict[str, str]:
             box = list(annotation["bbox"])
             boxes.append(BoxMode.convert(box, annotation["bbox_mode"], BoxMode.XYWH_ABS))
             indices.append(index)
-    box_sizes = np.array(boxes, dtype=np.float64).reshape(-1, 4)[:, 2:]
-    image_of = np.array(indices, dtype=np.int64)
+    box_sizes = np.array(boxes, dtype=np.float64).reshape(-1, 4)[:, 2:]  # (B, 2), W x H
+    image_of = np.array(indices, dtype=np.int64)  # (B,)
     image_sizes = np.array([(record["width"], record["height"]) for record in records], np.float64)
-    image_sizes = image_sizes.reshape(-1, 2)
+    image_sizes = image_sizes.reshape(-1, 2)  # (N, 2), W x H; also without images
 
-    sides = np.sqrt(box_sizes[:, 0] * box_sizes[:, 1])  # square roots of the areas
-    relative_sides = sides / np.sqrt(image_sizes.prod(axis=1))[image_of]
+    sides = np.sqrt(box_sizes[:, 0] * box_sizes[:, 1])  # (B,), square roots of the areas
+    image_sides = np.sqrt(image_sizes.prod(axis=1))  # (N,)
+    relative_sides = sides / image_sides[image_of]
     boxes_per_image = np.bincount(image_of, minlength=len(records))
-    small, medium, large = np.bincount(np.digitize(sides, _COCO_SIZES), minlength=3)
+    size_classes = np.digitize(sides, _COCO_SIZES)  # (B,), 0 for small to 2 for large
+    small, medium, large = np.bincount(size_classes, minlength=3)
 
-    # The resize of evaluation scales the shorter side to ``min_size``, up to a limit.
+    # The resize of evaluation scales the shorter side of an image to ``min_size``, unless the
+    # longer side would become longer than ``max_size``. It keeps the size if ``min_size`` is 0.
     min_size = cfg.INPUT.MIN_SIZE_TEST
     max_size = cfg.INPUT.MAX_SIZE_TEST
-    scales = np.minimum(min_size / image_sizes.min(axis=1), max_size / image_sizes.max(axis=1))
-    if not min_size:  # no resize
+    if min_size:
+        shorter_sides = image_sizes.min(axis=1)
+        longer_sides = image_sizes.max(axis=1)
+        scales = np.minimum(min_size / shorter_sides, max_size / longer_sides)  # (N,)
+    else:
         scales = np.ones(len(records))
-    num_tiny = (box_sizes.min(axis=1) * scales[image_of] < _TINY_SIDE).sum()
+    input_sides = box_sizes.min(axis=1) * scales[image_of]  # (B,), shorter sides of the boxes
+    num_tiny = (input_sides < _TINY_SIDE).sum()
 
     def share(count: int) -> str:
+        """Formats a number of boxes in percent of all boxes."""
         if not len(sides):
             return "n/a"
         return f"{100 * count / len(sides):.1f} %"
@@ -373,8 +397,8 @@ def measure(inspection: Inspection, cfg: CfgNode) -> dict[str, str]:
 def draw_samples(inspection: Inspection, cfg: CfgNode, number: int) -> RGBImage | None:
     """Draws random images, augmented by the config's training mapper, on an RGB sheet (H, W, 3).
 
-    Skips images without boxes and unreadable images. Returns None if no image is left. The headings
-    state the sizes of the image files after their EXIF rotation.
+    Skips images without boxes and unreadable images. Returns None if no image is left, or if
+    ``number`` is 0. The headings state the sizes of the image files after their EXIF rotation.
     """
     records = [record for record in inspection.records if list_objects(record)]
     if not records or not number:
@@ -382,7 +406,8 @@ def draw_samples(inspection: Inspection, cfg: CfgNode, number: int) -> RGBImage 
     seed = max(cfg.SEED, 0)
     mapper = build_mapper(cfg, is_train=True)
     samples: list[RGBImage] = []
-    for position, index in enumerate(np.random.default_rng(seed).permutation(len(records))):
+    order = np.random.default_rng(seed).permutation(len(records))
+    for position, index in enumerate(order):
         record = records[index]
         try:
             with preserved_randomness():
@@ -390,12 +415,12 @@ def draw_samples(inspection: Inspection, cfg: CfgNode, number: int) -> RGBImage 
                 mapped = mapper(record)
         except UserError:
             continue
-        if not isinstance(mapped, dict):
+        if not isinstance(mapped, dict):  # a ``DataError``, or None for a skipped image
             continue
-        pixels = mapped["image"].permute(1, 2, 0).numpy()
+        pixels = mapped["image"].permute(1, 2, 0).numpy()  # (H, W, 3)
         pixels = np.ascontiguousarray(convert_image_to_rgb(pixels, cfg.INPUT.FORMAT))
         drawn = draw_instances(pixels, mapped["instances"], inspection.class_names)
-        # The mapper has checked the size.
+        # The mapper has checked that the record states the size of the file.
         heading = f"{Path(record['file_name']).name}: {record['width']} x {record['height']}"
         samples.append(add_heading(drawn, heading))
         if len(samples) == number:
@@ -406,7 +431,10 @@ def draw_samples(inspection: Inspection, cfg: CfgNode, number: int) -> RGBImage 
 
 
 def _compare_with_limit(boxes_per_image: NDArray[np.int64]) -> str:
-    """Returns the largest number of boxes, and the number of detections that runs keep for it."""
+    """Returns the largest number of boxes in an image, and the number of detections to keep.
+
+    Training chooses this number of detections per image for this dataset.
+    """
     max_boxes = int(boxes_per_image.max(initial=0))
     max_detections = choose_max_detections(max_boxes)
     text = f"{max_boxes:,} / {max_detections:,}"
@@ -416,8 +444,12 @@ def _compare_with_limit(boxes_per_image: NDArray[np.int64]) -> str:
 
 
 def _format_quantiles(values: NDArray[np.number], form: str) -> str:
-    """Returns the median and the quantiles 0.05 and 0.95, each in the format ``form``."""
+    """Returns the text "MEDIAN (LOW to HIGH)" with the quantiles 0.05 and 0.95.
+
+    ``form`` is the format of each number, such as "{:.0f}".
+    """
     if not len(values):
         return "none"
-    low, median, high = (form.format(value) for value in np.quantile(values, (0.05, 0.5, 0.95)))
+    quantiles = np.quantile(values, (0.05, 0.5, 0.95))
+    low, median, high = (form.format(quantile) for quantile in quantiles)
     return f"{median} ({low} to {high})"

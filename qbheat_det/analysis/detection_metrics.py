@@ -25,6 +25,7 @@ from qbheat_det.evaluation import (
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 Entry = Mapping[str, Any]
+"""A dict in COCO's format, such as an annotation or a detection."""
 
 _MATCH_IOU = 0.5
 
@@ -55,9 +56,9 @@ class Boxes:
 class DetectionErrors:
     """D detections, B ground-truth boxes without crowds, and their matches.
 
-    COCO ignores a detection that overlaps a crowd of its class. It also ignores a detection that is
-    not among the 100 highest scores of its image and class (more than 100 if an image has more
-    objects). Ignored detections are neither correct nor wrong.
+    COCO ignores a detection that overlaps a crowd of its class. It also keeps only the detections
+    with the highest scores of each image and class: 100, or more if an image has more objects.
+    Detections that are ignored or not kept are neither correct nor wrong.
     """
 
     detections: Boxes
@@ -69,10 +70,14 @@ class DetectionErrors:
 
 
 def evaluate_boxes(ground_truth: Entry, detections: Sequence[Entry]) -> Any:
-    """Matches detections with ground truth in COCO format ("iscrowd" and "area" are optional).
+    """Matches detections with ground truth. Returns a ``COCOeval`` after ``accumulate()``.
 
-    Returns an accumulated ``COCOeval``. Annotations and detections are renumbered from 1, because
-    pycocotools uses id 0 for "unmatched".
+    Args:
+        ground_truth: content of an annotation file. "iscrowd" and "area" are optional.
+        detections: COCO's results.
+
+    The result numbers annotations and detections from 1, because pycocotools uses the id 0 for
+    "unmatched".
     """
     with contextlib.redirect_stdout(io.StringIO()):
         coco = _index(ground_truth)
@@ -89,7 +94,7 @@ def evaluate_boxes(ground_truth: Entry, detections: Sequence[Entry]) -> Any:
 
 
 def _index(content: Entry) -> COCO:
-    """Returns pycocotools' index of annotations in COCO format. Changes only copies of them."""
+    """Returns the ``COCO`` object of an annotation file's content, which does not change."""
     coco = COCO()
     annotations = [dict(entry) for entry in content["annotations"]]
     coco.dataset = {**content, "annotations": annotations}
@@ -99,12 +104,15 @@ def _index(content: Entry) -> COCO:
 
 
 def score_detections(evaluator: Any) -> DetectionScores:
-    """Computes metrics from ``evaluate_boxes``'s result. Classes without detections have AP 0."""
-    # (T, R, K, A, M): IoU thresholds, recalls, classes, area ranges (the first is "all"), and
-    # maximum numbers of detections (the last is that of AP).
+    """Computes metrics from the result of ``evaluate_boxes``.
+
+    Classes that have boxes but no detections have AP 0.
+    """
+    # (T, R, K, A, M): IoU thresholds 0.50, 0.55, …, 0.95, recalls, classes, area ranges (all,
+    # small, medium, large), and maximum numbers of detections, of which AP uses the last.
     precision = np.array(evaluator.eval["precision"], dtype=np.float64)[..., -1]
     precision[precision < 0] = np.nan  # -1 in COCO means that a class has no boxes
-    averaged = {  # the precisions whose mean is the metric
+    averaged = {  # each metric is the mean of these precisions
         "AP": precision[..., 0],
         "AP50": precision[0, ..., 0],
         "AP75": precision[5, ..., 0],
@@ -126,27 +134,30 @@ def score_detections(evaluator: Any) -> DetectionScores:
 def find_errors(evaluator: Any) -> DetectionErrors:
     """Finds correct and wrong detections in the result of ``evaluate_boxes``.
 
-    Whether a detection is correct depends only on detections with higher scores, and thus not on a
-    score threshold. Among equal scores, earlier detections are matched first.
+    COCO matches detections in descending order of scores, and equal scores in the order of the
+    list. So whether a detection is correct does not depend on a score threshold.
     """
     annotations = [entry for entry in evaluator.cocoGt.anns.values() if not entry["iscrowd"]]
     results = list(evaluator.cocoDt.anns.values())
-    # COCO's match of each detection at IoU 0.50: the id of the box, or 0 if unmatched.
-    matched_ids = np.zeros(len(results), dtype=np.int64)
-    ignored = np.ones(len(results), dtype=np.bool_)
+    # The id of the annotation that COCO matches with each detection, or 0 if there is none.
+    annotation_ids = np.zeros(len(results), dtype=np.int64)
+    ignored = np.ones(len(results), dtype=np.bool_)  # also detections that COCO does not keep
     all_areas = evaluator.params.areaRng[0]
     # COCO has one entry per class, area range and image, which is None without boxes.
     for entry in evaluator.evalImgs:
-        if entry is not None and entry["aRng"] == all_areas and entry["dtIds"]:
-            indices = np.array(entry["dtIds"]) - 1
-            matched_ids[indices] = entry["dtMatches"][0]
-            ignored[indices] = entry["dtIgnore"][0]
+        if entry is None or entry["aRng"] != all_areas or not entry["dtIds"]:
+            continue
+        indices = np.array(entry["dtIds"]) - 1  # ids start from 1
+        annotation_ids[indices] = entry["dtMatches"][0]  # at the first IoU threshold, 0.50
+        ignored[indices] = entry["dtIgnore"][0]
+    # For each detection, the index of its ground-truth box, or -1 if unmatched or a crowd.
     index_of = {annotation["id"]: index for index, annotation in enumerate(annotations)}
-    # For each detection, the index of its box, or -1 if it has none or its box is a crowd.
-    boxes = np.array([index_of.get(int(box_id), -1) for box_id in matched_ids], dtype=np.int64)
-    correct = boxes >= 0
+    box_indices = np.full(len(results), -1, dtype=np.int64)
+    for detection, annotation_id in enumerate(annotation_ids.tolist()):
+        box_indices[detection] = index_of.get(annotation_id, -1)
+    correct = box_indices >= 0
     matches = np.full(len(annotations), -1, dtype=np.int64)
-    matches[boxes[correct]] = np.flatnonzero(correct)
+    matches[box_indices[correct]] = np.flatnonzero(correct)
     return DetectionErrors(
         detections=_read_boxes(results, evaluator.params.catIds),
         scores=np.array([result["score"] for result in results], dtype=np.float64),
@@ -158,9 +169,9 @@ def find_errors(evaluator: Any) -> DetectionErrors:
 
 
 def _read_boxes(entries: Sequence[Entry], category_ids: Sequence[int]) -> Boxes:
-    """Reads annotations or results in COCO format."""
+    """Converts annotations or results in COCO format."""
     xyxy = np.array([entry["bbox"] for entry in entries], dtype=np.float64).reshape(-1, 4)
-    xyxy[:, 2:] += xyxy[:, :2]
+    xyxy[:, 2:] += xyxy[:, :2]  # from XYWH to XYXY
     class_of = {category: index for index, category in enumerate(sorted(category_ids))}
     return Boxes(
         image_ids=np.array([entry["image_id"] for entry in entries], dtype=np.int64),
@@ -183,8 +194,9 @@ def choose_threshold(errors: DetectionErrors) -> float:
     num_correct = np.cumsum(errors.correct[descending])
     num_detections = np.arange(1, len(scores) + 1)
     f1 = 2 * num_correct / (num_detections + len(errors.matches))
-    f1[:-1][scores[:-1] == scores[1:]] = 0  # a threshold cannot separate equal scores
-    return float(scores[np.argmax(f1)])
+    # A threshold cannot separate equal scores, so only the last of them is a possible threshold.
+    is_last = np.append(scores[:-1] != scores[1:], True)
+    return float(scores[np.argmax(np.where(is_last, f1, 0))])
 
 
 def count_errors(errors: DetectionErrors, threshold: float) -> dict[str, int]:
@@ -201,10 +213,15 @@ def count_errors(errors: DetectionErrors, threshold: float) -> dict[str, int]:
 
 
 def find_missed_boxes(errors: DetectionErrors, threshold: float) -> Indices:
-    """Returns the indices of missed boxes (see ``count_errors``), largest boxes first."""
-    detected = errors.matches >= 0
-    detected[detected] = errors.scores[errors.matches[detected]] >= threshold
-    missed = np.flatnonzero(~detected)
+    """Returns the indices of the ground-truth boxes that are missed, largest boxes first.
+
+    A box is missed if it has no correct detection with a score of at least ``threshold``.
+    """
+    has_match = errors.matches >= 0
+    match_scores = errors.scores[errors.matches[has_match]]
+    is_detected = np.zeros(len(errors.matches), dtype=np.bool_)
+    is_detected[has_match] = match_scores >= threshold
+    missed = np.flatnonzero(~is_detected)
     boxes = errors.ground_truth.xyxy[missed]
     areas = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1)
     return missed[np.argsort(-areas, kind="stable")]
@@ -220,9 +237,10 @@ def count_confusions(errors: DetectionErrors, threshold: float, num_classes: int
     """Returns the confusion matrix (K + 1, K + 1) of true (rows) and detected (columns) classes.
 
     The last class is background. Only detections with scores of at least ``threshold`` are counted.
-    Detections that match no box of their class are assigned, highest score first, to the unmatched
-    ground-truth box of their image with the highest IoU, if this IoU is at least 0.5. Otherwise
-    they count as background.
+    Wrong detections are assigned to missed boxes of any class, in descending order of scores. Each
+    is assigned to the box of its image with the highest IoU among those that have no detection yet,
+    if this IoU is at least 0.5. Detections without a box are in the row of background, and boxes
+    without a detection in its column.
     """
     detections = errors.detections
     ground_truth = errors.ground_truth
@@ -230,20 +248,24 @@ def count_confusions(errors: DetectionErrors, threshold: float, num_classes: int
     counts = np.zeros((num_classes + 1, num_classes + 1), dtype=np.int64)
     missed = find_missed_boxes(errors, threshold)
     correct_classes = np.delete(ground_truth.classes, missed)
-    np.fill_diagonal(counts[:-1, :-1], np.bincount(correct_classes, minlength=num_classes))
-    detected_classes = np.full(len(ground_truth.classes), background)  # of the missed boxes
+    num_correct = np.bincount(correct_classes, minlength=num_classes)
+    np.fill_diagonal(counts[:-1, :-1], num_correct)
+    # The class (B,) of the wrong detection that is assigned to each missed box.
+    detected_classes = np.full(len(ground_truth.classes), background)
     for index in find_wrong(errors, threshold):
+        detected_class = detections.classes[index]
         in_image = ground_truth.image_ids[missed] == detections.image_ids[index]
-        is_unmatched = detected_classes[missed] == background
-        candidates = missed[in_image & is_unmatched]
-        detection = torch.from_numpy(detections.xyxy[index][None])
-        boxes = torch.from_numpy(ground_truth.xyxy[candidates])
-        overlaps = box_iou(detection, boxes)[0].numpy()
+        is_unassigned = detected_classes[missed] == background
+        candidates = missed[in_image & is_unassigned]
+        detection = torch.from_numpy(detections.xyxy[index][None])  # (1, 4)
+        boxes = torch.from_numpy(ground_truth.xyxy[candidates])  # (n, 4)
+        overlaps = box_iou(detection, boxes)[0].numpy()  # (n,)
         if overlaps.max(initial=0) >= _MATCH_IOU:
             best = candidates[overlaps.argmax()]
-            detected_classes[best] = detections.classes[index]
+            detected_classes[best] = detected_class
         else:
-            counts[background, detections.classes[index]] += 1
+            counts[background, detected_class] += 1
+    # Unlike ``+=``, ``np.add.at`` counts repeated pairs of classes.
     np.add.at(counts, (ground_truth.classes[missed], detected_classes[missed]), 1)
     return counts
 

@@ -36,7 +36,7 @@ _MISSED_COLOR: Color = (64, 156, 255)
 _WRONG_COLOR: Color = (255, 150, 30)
 _PANEL_SIDE = 560  # largest side of an image with boxes, in pixels
 _CROP_SIDE = 240  # longer side of a crop, in pixels
-_MAX_CROPS = 8  # of missed boxes, and of wrong detections
+_MAX_CROPS = 8  # largest number of crops, for missed boxes and for wrong detections
 _MAX_CLASSES = 40  # in the AP chart; of more classes, it shows the 20 best and the 20 worst
 _CLASSES_EXPLANATION = (
     "Rows are true classes, columns predicted ones; the color is the share of the row. Blue cells "
@@ -46,7 +46,7 @@ _CLASSES_EXPLANATION = (
 
 @dataclass(frozen=True)
 class DetectionSet:
-    """A registered dataset. Class names and category ids are in contiguous order."""
+    """A registered dataset. ``class_names`` and ``category_ids`` are indexed by class."""
 
     name: str
     json_file: Path
@@ -58,7 +58,10 @@ class DetectionSet:
 
 @dataclass(frozen=True)
 class RunDetections:
-    """Metrics and errors of a run. Detections below ``threshold`` are not drawn or counted."""
+    """Metrics and errors of a run.
+
+    Detections with scores below ``threshold`` are neither drawn nor counted as errors.
+    """
 
     label: str
     scores: metrics.DetectionScores
@@ -79,7 +82,8 @@ def draw_detections(
 
     ``data`` is in any format of ``--data``. If it has a validation part, only this part is used.
     ``options.images`` is the image folder of a COCO json. Detections with scores below
-    ``threshold`` are not drawn or counted. If it is None, the threshold that maximizes F1 is used.
+    ``threshold`` are neither drawn nor counted as errors. If it is None, each run uses the
+    threshold that maximizes its F1.
 
     Raises:
         NotApplicable: no detector's test set is on this machine.
@@ -91,14 +95,15 @@ def draw_detections(
             raise UserError(f"'{data}' has no boxes")
         source = opened.val or opened.train
         register_source(data, source, annotations=opened.annotations[source.part])
-    datasets: list[DetectionSet] = []  # the dataset of each run that is compared
+    datasets: list[DetectionSet] = []  # ``evaluate`` adds the dataset of each run
 
     def evaluate(run: Run) -> RunDetections:
+        """Evaluates a run. Raises ``NotApplicable`` if its dataset differs from the first run's."""
         run.require_task(DETECTION)
         dataset = read_set(data or run.find_set("test"))
         if datasets:
             first = datasets[0]
-            # Datasets in other formats are converted once per run, so compare the contents.
+            # Other formats are converted to COCO json once per run, so the file names differ.
             if (dataset.image_root, dataset.content) != (first.image_root, first.content):
                 raise NotApplicable(f"the test set of '{run.label}' is '{dataset.json_file}'")
         detections, image_ids = _detect(run, dataset)
@@ -119,7 +124,7 @@ def draw_detections(
 
     results = run_each(runs, evaluate, nothing="no detections")
     evaluated = list(results.by_label.values())
-    common_ids = set.intersection(*(run.image_ids for run in evaluated))
+    common_ids = set.intersection(*(run.image_ids for run in evaluated))  # that all could read
     content = keep_images(datasets[0].content, common_ids)
     dataset = dataclasses.replace(datasets[0], content=content)
 
@@ -168,7 +173,7 @@ def read_set(name: str) -> DetectionSet:
 
 
 def keep_images(content: dict[str, Any], image_ids: set[int]) -> dict[str, Any]:
-    """Returns COCO's lists without the images that are not in ``image_ids``, and their objects."""
+    """Returns the content of a COCO json with only the images ``image_ids`` and their objects."""
     images = [image for image in content["images"] if image["id"] in image_ids]
     annotations = [
         annotation for annotation in content["annotations"] if annotation["image_id"] in image_ids
@@ -177,9 +182,9 @@ def keep_images(content: dict[str, Any], image_ids: set[int]) -> dict[str, Any]:
 
 
 def _detect(run: Run, dataset: DetectionSet) -> tuple[list[dict[str, Any]], set[int]]:
-    """Returns the detections of a run, in COCO format, and the ids of the images it could read.
+    """Returns the detections of a run in COCO format, and the ids of the images it could read.
 
-    Reads the detections of the run's last evaluation, if they are of the run's weights. Otherwise,
+    Reads the detections of the run's last evaluation if the run's weights made them. Otherwise,
     runs the model.
     """
     names = tuple(run.cfg.MODEL.CLASS_NAMES)
@@ -201,7 +206,7 @@ def _detect(run: Run, dataset: DetectionSet) -> tuple[list[dict[str, Any]], set[
 
 @torch.no_grad()
 def _run_detector(run: Run, dataset: DetectionSet) -> tuple[list[dict[str, Any]], set[int]]:
-    """Returns the same as ``_detect``."""
+    """Runs the model. Returns its detections in COCO format, and the ids of the readable images."""
     loader = Trainer.build_test_loader(run.cfg, dataset.name)
     model = run.model
 
@@ -213,11 +218,11 @@ def _run_detector(run: Run, dataset: DetectionSet) -> tuple[list[dict[str, Any]]
 
     results: list[dict[str, Any]] = []
     image_ids = set()
-    for image_id, instances in merge_images(predict()):
+    for image_id, instances in merge_images(predict()):  # merges the tiles of an image
         image_ids.add(image_id)
-        results += instances_to_coco_json(instances, image_id)
-    for result in results:
-        result["category_id"] = dataset.category_ids[result["category_id"]]
+        for result in instances_to_coco_json(instances, image_id):
+            class_index = result["category_id"]
+            results.append({**result, "category_id": dataset.category_ids[class_index]})
     return results, image_ids
 
 
@@ -228,19 +233,22 @@ def plot_ap(runs: Sequence[RunDetections], class_names: Sequence[str]) -> Chart:
     If more than 40 classes have boxes, draws only the 20 best and the 20 worst of them.
     """
     num_boxes = runs[0].scores.num_boxes
-    total_ap = np.sum([run.scores.class_ap for run in runs], axis=0)
-    order = [int(k) for k in np.argsort(-total_ap, kind="stable") if num_boxes[k]]
+    total_ap = np.sum([run.scores.class_ap for run in runs], axis=0)  # (K,)
+    descending = np.argsort(-total_ap, kind="stable").tolist()
+    order = [k for k in descending if num_boxes[k]]
     if len(order) > _MAX_CLASSES:
-        order = order[: _MAX_CLASSES // 2] + order[-_MAX_CLASSES // 2 :]
+        half = _MAX_CLASSES // 2
+        order = order[:half] + order[-half:]
     names = [f"all classes ({num_boxes.sum():,})"]
     for k in order:
         names.append(f"{plotting.to_text(class_names[k], max_length=24)} ({num_boxes[k]:,})")
     row_height = max(0.3, 0.15 * len(runs))  # inches
     figure, axes = plotting.start_chart(height=1.3 + len(names) * row_height)
     styles = plotting.list_styles(len(runs))
-    bar_height = 0.8 / len(runs)  # rows are 1 apart
+    bar_height = 0.8 / len(runs)  # a class has a row of height 1; its bars fill 80 % of it
     for index, run in enumerate(runs):
-        positions = np.arange(len(names)) - 0.4 + (index + 0.5) * bar_height
+        row_centers = np.arange(len(names))
+        positions = row_centers - 0.4 + (index + 0.5) * bar_height
         values = np.nan_to_num([run.scores.summary["AP"], *run.scores.class_ap[order]])
         bars = axes.barh(
             positions,
@@ -252,7 +260,7 @@ def plot_ap(runs: Sequence[RunDetections], class_names: Sequence[str]) -> Chart:
         axes.bar_label(bars, fmt="%.1f", fontsize=7, padding=2)
     axes.margins(x=0.12)
     axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_ylim(len(names) - 0.4, -0.6)  # the first row is at the top
     axes.set_xlabel("AP (%), IoU 0.50 to 0.95; numbers of boxes in brackets")
     plotting.add_legend(figure, axes)
     return figure
@@ -264,17 +272,20 @@ def draw_predictions(
     """Draws ground truth and detections on ``number`` images.
 
     Chooses the images with the most errors or, for several runs, those on which the runs' numbers
-    of errors differ most.
+    of errors differ most. Equal images are in the order of their ids.
     """
     counts = [metrics.count_errors_by_image(run.errors, run.threshold) for run in runs]
 
-    def rank(record: Mapping[str, Any]) -> int:
-        num_errors = [count[record["id"]] for count in counts]
+    def sort_key(record: Mapping[str, Any]) -> tuple[int, int]:
+        """Returns a small key for an image that shows many errors or differences."""
+        num_errors = [count[record["id"]] for count in counts]  # of each run
         if len(num_errors) == 1:
-            return -num_errors[0]
-        return min(num_errors) - max(num_errors)
+            interest = num_errors[0]
+        else:
+            interest = max(num_errors) - min(num_errors)
+        return -interest, record["id"]
 
-    records = sorted(dataset.content["images"], key=lambda record: (rank(record), record["id"]))
+    records = sorted(dataset.content["images"], key=sort_key)
     ground_truth = runs[0].errors.ground_truth
     images: dict[str, Image] = {}
     for index, record in enumerate(records[:number], start=1):
@@ -291,7 +302,8 @@ def draw_predictions(
         for run in runs:
             detections = run.errors.detections
             scores = run.errors.scores
-            kept = (detections.image_ids == record["id"]) & (scores >= run.threshold)
+            in_image = detections.image_ids == record["id"]
+            kept = in_image & (scores >= run.threshold)
             classes = detections.classes[kept].tolist()
             labels = [
                 f"{dataset.class_names[k]} {score:.2f}"
@@ -300,7 +312,7 @@ def draw_predictions(
             boxes = detections.xyxy[kept] * scale
             title = f"{run.label}, scores from {run.threshold:.2g}"
             panels.append(_draw_panel(title, pixels, boxes, classes, labels))
-        columns = 2 if len(panels) % 2 == 0 else 3
+        columns = 2 if len(panels) % 2 == 0 else 3  # ground truth and each run
         images[f"predictions_{index}"] = Image.from_rgb(
             tile_images(panels, columns=columns),
             alt=f"Boxes on {record['file_name']}",
@@ -316,6 +328,7 @@ def _draw_panel(
     classes: Sequence[int],
     labels: Sequence[str],
 ) -> RGBImage:
+    """Draws boxes (n, 4), XYXY in pixels, on an image, and a title above it."""
     colors = [get_class_color(k) for k in classes]
     return add_heading(draw_boxes(image, boxes, labels, colors), title)
 
@@ -328,7 +341,7 @@ def _read_image(dataset: DetectionSet, record: Mapping[str, Any]) -> RGBImage:
 def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
     """Draws crops of the largest missed boxes and of wrong detections with the highest scores.
 
-    Returns None if there are neither.
+    Returns None if no box is missed and no detection is wrong.
     """
     errors = run.errors
     records = {record["id"]: record for record in dataset.content["images"]}
@@ -354,6 +367,7 @@ def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
 
 
 def _explain(runs: Sequence[RunDetections]) -> list[str]:
+    """Returns the paragraphs of the figure's explanation."""
     paragraphs = []
     if len(runs) == 1:
         command = f"qbheat predict --weights {shlex.quote(str(runs[0].weights))} --images photos/"
@@ -373,6 +387,7 @@ def _explain(runs: Sequence[RunDetections]) -> list[str]:
 
 
 def _tabulate(runs: Sequence[RunDetections]) -> Table:
+    """Returns a table with a column per run and a row per metric."""
     columns = []
     for run in runs:
         column = {f"{key} (%)": f"{value:.2f}" for key, value in run.scores.summary.items()}
@@ -386,6 +401,7 @@ def _tabulate(runs: Sequence[RunDetections]) -> Table:
 
 
 def _collect_numbers(dataset: DetectionSet, runs: Sequence[RunDetections]) -> dict[str, Any]:
+    """Returns the numbers of the figure for its JSON file."""
     names = dataset.class_names
     numbers_of_runs = {}
     for run in runs:
@@ -428,9 +444,13 @@ def _read_confusions(run: Run) -> tuple[list[str], metrics.Indices]:
     if not files:
         raise NotApplicable(f"'{run.label}' has no inference/*/classification.json")
     content = json.loads(max(files, key=lambda path: path.stat().st_mtime).read_bytes())
-    names = [entry["name"] for entry in content["classes"]]
+    names = []
+    num_correct = []  # of each class
+    for entry in content["classes"]:
+        names.append(entry["name"])
+        top1 = entry["top1"] or 0.0  # percent; None for a class without images
+        num_correct.append(entry["images"] * top1 / 100)
     index_of = {name: index for index, name in enumerate(names)}
-    num_correct = [entry["images"] * (entry["top1"] or 0.0) / 100 for entry in content["classes"]]
     counts = np.diag(np.round(num_correct).astype(np.int64))
     for pair in content["confusions"]:
         counts[index_of[pair["class"]], index_of[pair["taken_for"]]] = pair["images"]

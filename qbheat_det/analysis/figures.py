@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Figures: images, numbers and explanations, and the files that they are written to."""
+"""The parts of a figure (images, table, numbers, explanation), and how its files are written."""
 
 import json
 import math
@@ -20,12 +20,12 @@ _SUFFIXES = {"image/svg+xml": ".svg", "image/jpeg": ".jpg"}
 
 
 class NotApplicable(Exception):
-    """Raised if a figure does not apply to a run or model, although run and model are valid."""
+    """Raised if a figure does not apply to a run, although the run is valid."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """An encoded image file: its bytes, its media type, and alternative text (``alt``)."""
+    """The bytes of an image file, its media type, alternative text (``alt``) and caption."""
 
     content: bytes
     media_type: str
@@ -42,7 +42,7 @@ class Image:
 
 @dataclass(frozen=True)
 class Table:
-    """A header and rows of text; the first column has the names of the rows."""
+    """A header and rows of text. The first cell of a row is its name."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -67,7 +67,7 @@ class Figure:
 def write_figure(figure: Figure, folder: Path) -> list[Path]:
     """Writes ``<name>.json``, and ``<name>_<image>.svg`` or ``.jpg`` for each image.
 
-    Also removes the files of an earlier figure of that name. Returns the paths, JSON first.
+    Replaces all files of an earlier figure of that name. Returns the paths, JSON first.
     """
     files = {
         f"{figure.name}_{name}{_SUFFIXES[image.media_type]}": image.content
@@ -104,17 +104,19 @@ def remove_figure(name: str, folder: Path) -> None:
         return
     if not is_figure:
         return
+    # The JSON file may have been edited, so only names of images of this figure are accepted.
     pattern = re.compile(rf"{re.escape(name)}_[\w-]+\.(svg|jpg)")
     for file in files:
-        if pattern.fullmatch(file):  # the JSON file may have been edited
+        if pattern.fullmatch(file):
             (folder / file).unlink(missing_ok=True)
     about.unlink()
 
 
 def to_json(value: Any) -> Any:
-    """Converts nested values to strict JSON data.
+    """Converts nested values, including tensors, arrays and paths, to strict JSON data.
 
-    Complex numbers become [real, imaginary], and non-finite numbers become null.
+    Complex numbers become [real, imaginary], and non-finite numbers become null. Raises a
+    ``TypeError`` for other types.
     """
     if isinstance(value, Tensor | np.ndarray | np.generic):
         value = value.tolist()

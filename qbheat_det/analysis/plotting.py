@@ -28,13 +28,13 @@ Format = Literal["svg", "jpg"]
 TEXT_COLOR = "#1c1e21"
 AXIS_COLOR = "#63676e"
 LINE_COLORS = ("#1f6feb", "#a83300", "#00ab62", "#a23098", "#d48000", "#44534c")
-"""In order of use. The theme has the same colors."""
+"""Colors of lines and bars, in order of use. The theme has the same colors."""
 _HEADING_COLOR: Color = (226, 228, 232)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _DASHES = ("-", "--", ":", "-.")
 _MAX_NAME_LENGTH = 40  # characters
-_MAX_TICK_LABELS = 110  # number of classes above which a confusion matrix does not name them
-_MAX_CONFUSIONS = 30  # in the list beside a confusion matrix
+_MAX_TICK_LABELS = 110  # a confusion matrix of more classes does not name them
+_MAX_CONFUSIONS = 30  # length of the list beside a confusion matrix
 _GAP = 4  # pixels between the images of a grid
 _DPI = {"svg": 160, "jpg": 100}
 _MEDIA_TYPES = {"svg": "image/svg+xml", "jpg": "image/jpeg"}
@@ -59,25 +59,32 @@ def start_chart(*, height: float) -> tuple[Figure, Axes]:
 
 
 def list_styles(number: int) -> list[dict[str, Any]]:
-    """Returns the color, dash and marker of ``number`` lines. The first 24 are different."""
-    return [
-        {
-            "color": LINE_COLORS[index % len(LINE_COLORS)],
-            "linestyle": _DASHES[index // len(LINE_COLORS) % len(_DASHES)],
-            "marker": _MARKERS[index % len(_MARKERS)],
-        }
-        for index in range(number)
-    ]
+    """Returns matplotlib's style of each of ``number`` lines. The first 24 are different.
+
+    The dash changes when all colors have been used.
+    """
+    styles = []
+    for index in range(number):
+        cycle, color_index = divmod(index, len(LINE_COLORS))
+        styles.append(
+            {
+                "color": LINE_COLORS[color_index],
+                "linestyle": _DASHES[cycle % len(_DASHES)],
+                "marker": _MARKERS[index % len(_MARKERS)],
+            }
+        )
+    return styles
 
 
 def to_text(name: str, *, max_length: int = _MAX_NAME_LENGTH) -> str:
     """Escapes a name for matplotlib and replaces the middle of a long name by an ellipsis."""
-    text = name.encode(errors="backslashreplace").decode()
-    text = " ".join(text.split())  # on one line
+    text = name.encode(errors="backslashreplace").decode()  # file names may be invalid Unicode
+    text = " ".join(text.split())  # without line breaks
     if len(text) > max_length:
-        end = (max_length - 1) // 2
-        start = max_length - 1 - end
-        text = f"{text[:start]}…{text[-end:]}"
+        num_kept = max_length - 1  # without the ellipsis
+        num_last = num_kept // 2
+        num_first = num_kept - num_last
+        text = f"{text[:num_first]}…{text[-num_last:]}"
     text = text.replace("$", r"\$")  # matplotlib starts a formula at $
     if text.startswith("_"):  # matplotlib hides labels that start with an underscore
         text = f" {text}"
@@ -88,16 +95,16 @@ def to_text(name: str, *, max_length: int = _MAX_NAME_LENGTH) -> str:
 def add_legend(figure: Figure, *panels: Axes) -> None:
     """Adds a legend below all panels, with the entries of the panel that has the most entries.
 
-    Increases the height of the figure. Adds no legend for a single entry.
+    Increases the height of the figure for the legend. Adds none if there is a single entry.
     """
-    entries = [axes.get_legend_handles_labels() for axes in panels]
-    handles, labels = max(entries, key=lambda entry: len(entry[1]))
+    legends = [axes.get_legend_handles_labels() for axes in panels]
+    handles, labels = max(legends, key=lambda legend: len(legend[1]))
     if len(labels) < 2:
         return
     width, height = figure.get_size_inches()
     entry_width = 0.6 + 0.075 * max(len(label) for label in labels)  # estimate in inches
-    columns = max(1, int(width // entry_width))
-    columns = min(3, len(labels), columns)
+    num_fitting = max(1, int(width // entry_width))
+    columns = min(3, len(labels), num_fitting)
     rows = math.ceil(len(labels) / columns)
     figure.set_size_inches(width, height + 0.2 * rows)
     figure.legend(handles, labels, loc="outside lower center", ncols=columns)
@@ -107,7 +114,11 @@ def add_legend(figure: Figure, *panels: Axes) -> None:
 def plot_confusion(
     counts: npt.NDArray[np.int64], class_names: Sequence[str], *, unit: str = "images"
 ) -> Figure:
-    """Draws a confusion matrix (K, K) and a list of the most frequent confusions."""
+    """Draws a confusion matrix (K, K) and a list of the most frequent confusions.
+
+    ``counts[i, j]`` is the number of objects of class i that were predicted as class j. ``unit``
+    names what is counted.
+    """
     num_classes = len(class_names)
     names = []
     for name in class_names:
@@ -117,20 +128,21 @@ def plot_confusion(
     figure = start_figure(height=side + 1.8, width=side + 6.5)
     matrix, text = figure.subplots(1, 2, width_ratios=(side + 1.8, 4.7))
 
-    shares = counts / counts.sum(axis=1).clip(min=1)[:, None]
-    strength = np.sqrt(shares)[..., None]
-    correct = np.array([0.12, 0.44, 0.92])  # blue
-    wrong = np.array([0.84, 0.27, 0.31])  # red
-    is_diagonal = np.eye(num_classes, dtype=bool)[..., None]
-    color = np.where(is_diagonal, correct, wrong)
-    matrix.imshow(1 - strength * (1 - color))
+    shares = counts / counts.sum(axis=1).clip(min=1)[:, None]  # of the row
+    strength = np.sqrt(shares)[..., None]  # (K, K, 1); the root makes small shares visible
+    blue = np.array([0.12, 0.44, 0.92])
+    red = np.array([0.84, 0.27, 0.31])
+    is_correct = np.eye(num_classes, dtype=bool)[..., None]  # (K, K, 1)
+    color = np.where(is_correct, blue, red)  # (K, K, 3)
+    white = 1
+    matrix.imshow(white - strength * (white - color))
     matrix.grid(visible=False)
     matrix.set_xlabel("predicted class")
     matrix.set_ylabel("class")
     if num_classes <= _MAX_TICK_LABELS:
-        size = 8 if num_classes <= 60 else 5
-        matrix.set_xticks(range(num_classes), names, rotation=90, fontsize=size)
-        matrix.set_yticks(range(num_classes), names, fontsize=size)
+        font_size = 8 if num_classes <= 60 else 5
+        matrix.set_xticks(range(num_classes), names, rotation=90, fontsize=font_size)
+        matrix.set_yticks(range(num_classes), names, fontsize=font_size)
 
     total = int(counts.sum())
     lines = [f"Most confused ({total - counts.trace():,} of {total:,} {unit} are wrong)", ""]
@@ -152,9 +164,14 @@ def plot_grid(
 ) -> Figure:
     """Draws images of the same size in a grid at full resolution.
 
-    ``rows`` are rows of RGB images (H, W, 3). A row may have fewer images than there are columns.
+    Args:
+        rows: rows of RGB images (H, W, 3). A row may have fewer images than there are columns.
+        column_names: names above the columns.
+        row_names: names to the left of the rows.
+        note: text below the grid.
     """
     height, width = rows[0][0].shape[:2]
+    # The distance between neighboring images, from corner to corner.
     step_y = height + _GAP
     step_x = width + _GAP
     mosaic = np.full((len(rows) * step_y, len(column_names) * step_x, 3), 255, dtype=np.uint8)
@@ -181,11 +198,14 @@ def plot_grid(
 
 @themed
 def chart_image(figure: Figure, *, caption: str = "", format: Format = "svg") -> Image:
-    """Encodes a matplotlib figure deterministically. The caption is also the alternative text."""
+    """Encodes a matplotlib figure. The caption is also the alternative text.
+
+    The same figure always results in the same bytes.
+    """
     buffer = io.BytesIO()
     options: dict[str, Any] = {"dpi": _DPI[format]}
     if format == "svg":
-        options["metadata"] = {"Date": None}
+        options["metadata"] = {"Date": None}  # otherwise the file would state the current time
     if figure.get_layout_engine() is None:
         options |= {"bbox_inches": "tight", "pad_inches": 0.08}
     with warnings.catch_warnings():
@@ -197,7 +217,10 @@ def chart_image(figure: Figure, *, caption: str = "", format: Format = "svg") ->
 
 
 def to_rgb(image: Tensor, pixel_format: str) -> npt.NDArray[np.float32]:
-    """Converts (3, H, W) in ``pixel_format`` ("RGB" or "BGR") to RGB (H, W, 3) in float32."""
+    """Converts an image (3, H, W) in ``pixel_format`` ("RGB" or "BGR") to RGB (H, W, 3), float32.
+
+    The values do not change.
+    """
     pixels: npt.NDArray[np.float32] = image.detach().cpu().float().permute(1, 2, 0).numpy()
     if pixel_format == "BGR":
         pixels = pixels[..., ::-1]
@@ -221,29 +244,33 @@ def crop_box(image: RGBImage, box: npt.NDArray[Any], color: Color, side: int) ->
     """
     height, width = image.shape[:2]
     margin = max(24.0, float(np.max(box[2:] - box[:2])) / 2)
+    top_left = np.floor(box[:2] - margin)
+    bottom_right = np.ceil(box[2:] + margin)
     # The crop has at least one pixel, even if the box lies outside the image.
-    x0, y0 = np.clip(np.floor(box[:2] - margin), 0, [width - 1, height - 1]).astype(int)
-    x1, y1 = np.clip(np.ceil(box[2:] + margin), [x0 + 1, y0 + 1], [width, height]).astype(int)
+    x0, y0 = np.clip(top_left, 0, [width - 1, height - 1]).astype(int)
+    x1, y1 = np.clip(bottom_right, [x0 + 1, y0 + 1], [width, height]).astype(int)
     crop = image[y0:y1, x0:x1]
     scale = side / max(crop.shape[:2])
+    resized = resize_longest_side(crop, side)
     box_in_crop = (box - [x0, y0, x0, y0]) * scale
-    return draw_boxes(resize_longest_side(crop, side), box_in_crop[None], [""], [color], min_side=0)
+    return draw_boxes(resized, box_in_crop[None], [""], [color], min_side=0)
 
 
 def overlay_map(image: RGBImage, values: npt.ArrayLike, *, stride: float, high: float) -> RGBImage:
-    """Converts an image (H, W, 3) to gray, and draws an interpolated feature map (h, w) over it.
+    """Converts an image (H, W, 3) to gray, and draws a feature map (h, w) over it in colors.
 
-    The color scale goes from 0 to ``high``. Positions of the feature map are ``stride`` pixels
-    apart, which may be fractional. The first position is half a stride away from the corner.
+    The color scale goes from 0 to ``high``. Each position of the feature map is the center of a
+    square of ``stride`` pixels of the image, and ``stride`` may be fractional. Values between the
+    centers are interpolated linearly.
     """
 
-    def to_positions(length: int) -> npt.NDArray[np.float32]:
+    def find_positions(length: int) -> npt.NDArray[np.float32]:
         """Returns the fractional index in the feature map of each pixel of a side."""
         pixels = np.arange(length, dtype=np.float32)
         return (pixels + 0.5) / np.float32(stride) - np.float32(0.5)
 
     height, width = image.shape[:2]
-    columns, rows = np.meshgrid(to_positions(width), to_positions(height))
+    columns, rows = np.meshgrid(find_positions(width), find_positions(height))  # (H, W) each
     interpolated = cv2.remap(
         np.asarray(values, dtype=np.float32),
         columns,
@@ -252,22 +279,26 @@ def overlay_map(image: RGBImage, values: npt.ArrayLike, *, stride: float, high: 
         borderMode=cv2.BORDER_REPLICATE,  # the outermost values continue to the border
     )
     colormap = matplotlib.colormaps["viridis"]
-    colored = colormap(np.clip(interpolated / high, 0, 1), bytes=True)[..., :3]
-    gray = cv2.cvtColor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
+    colored = colormap(np.clip(interpolated / high, 0, 1), bytes=True)[..., :3]  # without alpha
+    gray = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)
+    gray = cv2.cvtColor(gray, cv2.COLOR_GRAY2RGB)
     mixed = cv2.addWeighted(np.ascontiguousarray(colored), 0.65, gray, 0.35, 0)
     return np.asarray(mixed, dtype=np.uint8)
 
 
 def tile_images(images: Sequence[RGBImage], *, columns: int) -> RGBImage:
-    """Tiles images of any sizes row by row. Each image is centered in a cell of the same size."""
+    """Tiles images of any sizes row by row, and centers each in a cell of the largest size."""
     columns = min(columns, len(images))
     rows = math.ceil(len(images) / columns)
+    gap = 2 * _GAP  # pixels
     cell_height = max(image.shape[0] for image in images)
     cell_width = max(image.shape[1] for image in images)
-    step_y = cell_height + 2 * _GAP
-    step_x = cell_width + 2 * _GAP
-    size = (rows * step_y - 2 * _GAP, columns * step_x - 2 * _GAP, 3)
-    sheet = np.full(size, BACKGROUND, dtype=np.uint8)
+    # The distance between neighboring cells, from corner to corner.
+    step_y = cell_height + gap
+    step_x = cell_width + gap
+    sheet_height = rows * step_y - gap  # no gap behind the last row
+    sheet_width = columns * step_x - gap
+    sheet = np.full((sheet_height, sheet_width, 3), BACKGROUND, dtype=np.uint8)
     for index, image in enumerate(images):
         row, column = divmod(index, columns)
         height, width = image.shape[:2]
@@ -282,7 +313,7 @@ def add_heading(image: RGBImage, text: str) -> RGBImage:
     height, width = image.shape[:2]
     font_size = max(12, min(20, round(min(height, width) / 28)))  # pixels
     strip = PIL.Image.new("RGB", (width, round(1.6 * font_size)), BACKGROUND)
-    middle = 0.8 * font_size
+    middle = 0.8 * font_size  # of the strip's height
     pen = PIL.ImageDraw.Draw(strip)
     while font_size > 9 and pen.textlength(text, font=get_font(font_size)) > width - 8:
         font_size -= 1

@@ -1,9 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The figures "reconstructions" and "correlation".
 
-Paper: QB-Heat, arXiv:2211.13228. Reconstructions use the masks of Fig. 2 and 4. Spatial correlation
-is defined in Appendix D and Fig. 12, following "Barlow Twins", arXiv:2103.03230. This module first
-subtracts the mean over channels from each feature vector.
+Paper: QB-Heat, arXiv:2211.13228. Reconstructions use the masks of Fig. 2 and 4. Appendix D defines
+spatial correlation (Fig. 12), following "Barlow Twins", arXiv:2103.03230. Unlike there, the mean
+over channels is first subtracted from each feature vector.
+
+A view is the visible part of an image, such as a corner or random patches.
 """
 
 import copy
@@ -43,7 +45,7 @@ _RECONSTRUCTION_EXPLANATION = (
 _NUM_CORRELATED_IMAGES = 64
 _PAPER_IMAGE_SIDE = 224
 _NUM_BINS = 24
-_ROUNDING_ERROR = 1e-6  # of a norm, relative
+_ROUNDING_ERROR = 1e-6  # relative to a vector's norm
 _CORRELATION_EXPLANATION = (
     "The spatial correlation of an image is the mean |correlation| over channels of two different "
     "positions of the encoder's map. It is 1 if all positions are equal up to sign and scale. "
@@ -57,11 +59,11 @@ class Reconstructions:
     """Reconstructions of N images, and their losses.
 
     Attributes:
-        columns: the N images (S, S, 3) of each column of the figure, by the column's title.
-        losses: for each kind of view, one dict per image with "loss". If the view is a quarter of
-            the image, "place" names the quarter.
-        mean_losses: the mean loss of each kind of view.
-        note: a remark on the reconstructions, or "".
+        columns: the N RGB images (S, S, 3) of each column of the figure, by the column's title.
+        losses: for each view, one dict per image with "loss". If the view is a quarter of the
+            image, "place" is the name of the quarter.
+        mean_losses: the mean loss of each view.
+        note: a remark that is printed below the figure, or "".
     """
 
     columns: Mapping[str, Sequence[RGBImage]]
@@ -73,7 +75,11 @@ class Reconstructions:
 def reconstruct_images(
     model: ReconstructionModel, entries: Entries, *, pixel_format: str
 ) -> Reconstructions:
-    """Reconstructs images from each kind of view. Successive images show different quarters."""
+    """Reconstructs images from each view of the model.
+
+    If a view is one of several quarters, the images use the quarters in turn. ``entries`` are the
+    model's inputs, and "image" is (3, S, S) in ``pixel_format`` ("RGB" or "BGR").
+    """
     images = [plotting.to_rgb(entry["image"], pixel_format).astype(np.uint8) for entry in entries]
     columns: dict[str, list[RGBImage]] = {"input": images}
     losses: dict[str, list[dict[str, Any]]] = {}
@@ -86,7 +92,7 @@ def reconstruct_images(
         completed = []
         losses[view] = []
         for image, output in zip(images, outputs, strict=True):
-            visible = output["visible"].cpu().numpy()[..., None]
+            visible = output["visible"].cpu().numpy()[..., None]  # (S, S, 1)
             masked.append(np.where(visible, image, np.uint8(_MASK_VALUE)))
             reconstruction = plotting.to_rgb(output["reconstruction"], pixel_format)
             reconstruction = np.rint(reconstruction.clip(0, 255)).astype(np.uint8)
@@ -119,10 +125,9 @@ def draw_reconstructions(runs: Sequence[Run], options: FigureOptions) -> Figure:
             return reconstruct_images(model, entries, pixel_format=run.cfg.INPUT.FORMAT)
 
     results = run_on_images(runs, compute, options, nothing="no reconstructions")
-    # The views of all runs, each once, in the order of the runs.
-    views = list(
-        dict.fromkeys(view for result in results.by_label.values() for view in result.losses)
-    )
+    views: list[str] = []  # of all runs, each once
+    for result in results.by_label.values():
+        views += [view for view in result.losses if view not in views]
     images = {}
     data = {}
     rows = []
@@ -151,13 +156,13 @@ def draw_reconstructions(runs: Sequence[Run], options: FigureOptions) -> Figure:
 
 
 def _draw_grid(label: str, reconstructions: Reconstructions) -> Image:
-    """Draws one row per image, with the columns of ``reconstructions.columns``."""
+    """Draws one row per image: the image itself, and its visible part and prediction by view."""
     columns = reconstructions.columns
     side = len(columns["input"][0])
     factor = max(1, math.ceil(_MIN_CELL_SIDE / side))
     rows = []
     for images in zip(*columns.values(), strict=True):
-        # Small images are enlarged without smoothing.
+        # Repeating pixels enlarges small images without smoothing.
         rows.append([image.repeat(factor, axis=0).repeat(factor, axis=1) for image in images])
     chart = plotting.plot_grid(rows, column_names=list(columns), note=reconstructions.note)
     caption = f"{label}: images, visible parts, and predictions."
@@ -178,23 +183,33 @@ def measure_spatial_correlation(features: Tensor) -> Tensor:
             f"correlation needs two positions of a map, but there is {num_positions}"
         )
     centered = vectors - vectors.mean(dim=-1, keepdim=True)
-    # If all channels are equal, centering leaves only rounding errors, which are set to 0.
+    # If all channels of a vector are equal, centering leaves only rounding errors. They are set to
+    # 0, because ``normalize`` would enlarge them.
     min_norm = _ROUNDING_ERROR * vectors.norm(dim=-1, keepdim=True)
-    centered = centered * (centered.norm(dim=-1, keepdim=True) > min_norm)
+    is_varied = centered.norm(dim=-1, keepdim=True) > min_norm  # (N, P, 1)
+    centered = centered * is_varied
     unit_vectors = F.normalize(centered, dim=-1)
     correlations = (unit_vectors @ unit_vectors.transpose(1, 2)).abs()  # (N, P, P)
-    total = correlations.sum(dim=(1, 2))
-    total = total - correlations.diagonal(dim1=1, dim2=2).sum(dim=1)  # without equal positions
-    return (total / (num_positions * (num_positions - 1))).clamp(0.0, 1.0)
+    # The diagonal has the pairs of a position and itself, which do not count.
+    diagonal_sum = correlations.diagonal(dim1=1, dim2=2).sum(dim=1)
+    total = correlations.sum(dim=(1, 2)) - diagonal_sum
+    num_pairs = num_positions * (num_positions - 1)
+    return (total / num_pairs).clamp(0.0, 1.0)
 
 
 @dataclass(frozen=True)
 class _Correlation:
-    """The spatial correlation of each image in a feature map of one run's encoder."""
+    """The spatial correlations of one run's encoder.
 
-    map: str  # name of the feature map
+    Attributes:
+        map: name of the feature map.
+        values: the correlation of each image, in [0, 1].
+        is_control: whether the encoder is untrained.
+    """
+
+    map: str
     values: list[float]
-    is_control: bool  # the encoder is untrained
+    is_control: bool
 
 
 def draw_correlation(
@@ -206,8 +221,9 @@ def draw_correlation(
 ) -> Figure:
     """Draws histograms of spatial correlation, one chart per feature map and one line per run.
 
-    ``map`` is the name of the feature map. None uses the coarsest map of a detector's encoder, and
-    the map ``in_feature`` of other models.
+    ``map`` is the name of the feature map. If it is None, each run uses the map that its model
+    reads (``in_feature``), or the coarsest map of the encoder if the model is a detector.
+    ``correlated_images`` is the number of images.
     """
     side = find_size(runs, _PAPER_IMAGE_SIDE)
 
@@ -250,7 +266,7 @@ def draw_correlation(
 def plot_histograms(correlations: Mapping[str, _Correlation], name: str) -> Chart:
     """Draws one histogram per run with common bins, and marks the means.
 
-    ``name`` is the name of the feature map.
+    ``correlations`` are those of each run by its label. ``name`` is the name of the feature map.
     """
     figure, axes = plotting.start_chart(height=3.4 + 0.2 * len(correlations))
     all_values = np.concatenate([correlation.values for correlation in correlations.values()])
@@ -260,11 +276,14 @@ def plot_histograms(correlations: Mapping[str, _Correlation], name: str) -> Char
         values = correlation.values
         shares = 100 * np.histogram(values, bins=edges)[0] / len(values)
         mean = fmean(values)
+        line_style = style["linestyle"]
+        if correlation.is_control:
+            line_style = ":"
         axes.stairs(
             shares,
             edges,
             color=style["color"],
-            ls=":" if correlation.is_control else style["linestyle"],
+            ls=line_style,
             lw=1.8,
             label=f"{plotting.to_text(label)}: mean {mean:.3f}, {len(values):,} images",
         )
@@ -278,6 +297,7 @@ def plot_histograms(correlations: Mapping[str, _Correlation], name: str) -> Char
 
 
 def _correlate(run: Run, map_name: str | None, files: Sequence[str], size: int) -> _Correlation:
+    """Measures the spatial correlation of a run's encoder on square images of ``size`` pixels."""
     backbone = get_backbone(run.model)
     if backbone is None:
         raise NotApplicable(f"{type(run.model).__name__} has no backbone")
@@ -292,6 +312,7 @@ def _correlate(run: Run, map_name: str | None, files: Sequence[str], size: int) 
     is_untrained = info is not None and info.iteration <= 0 and not is_detector
     has_batch_norm = any(isinstance(module, BN_MODULE_TYPES) for module in encoder.modules())
     if is_untrained and has_batch_norm:
+        # An untrained BatchNorm has no statistics, so they are estimated on these images.
         encoder = copy.deepcopy(encoder)
         recalibrate_bn(
             encoder,

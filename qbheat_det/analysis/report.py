@@ -39,7 +39,8 @@ _LEAD = (
 class FigureResult:
     """A figure of a report, or the reason why it is missing.
 
-    ``failed`` is True if drawing raised an error, and False if the figure does not apply.
+    ``failed`` is True if drawing raised an error. It is False if the figure was drawn, does not
+    apply to the runs, or is not drawn yet.
     """
 
     name: str
@@ -68,14 +69,17 @@ def build_report(
         names: keys of ``load_figures()``, in the order of the page.
         runs: the runs to compare.
         options: options of all figures.
-        keywords: arguments of individual figures, by figure name.
+        keywords: keyword arguments of the figures' functions, by figure name.
         output: path of the page (``.html``).
         command: the command that rebuilds the page, which is printed on the page.
         title: title of the page, by default the labels of the runs.
         lead: first paragraph of the page.
 
+    Returns:
+        One result per name, in the order of ``names``.
+
     Raises:
-        UserError: a file cannot be written. Checked before the first figure is drawn.
+        UserError: a file cannot be written. This is checked before the first figure is drawn.
     """
     folder = output.with_suffix("")
     results = {name: FigureResult(name) for name in names}
@@ -99,6 +103,7 @@ def build_report(
 def _draw(
     name: str, runs: Sequence[Run], options: FigureOptions, keywords: Mapping[str, Any]
 ) -> FigureResult:
+    """Draws a figure, or returns the reason why it cannot be drawn."""
     try:
         return FigureResult(name, load_figures()[name](runs, options, **keywords))
     except (NotApplicable, UserError) as error:
@@ -109,27 +114,30 @@ def _draw(
 
 
 def describe_runs(runs: Iterable[Run]) -> Table:
-    """Returns a table of the model, weights, steps and epochs of runs ("unknown" if missing)."""
+    """Returns a table of the task, model, weights, steps and epochs of runs.
+
+    A cell is "unknown" if the run's folder does not have the value.
+    """
     rows = []
     for run in runs:
-        last = max(run.metrics, key=lambda record: record["iteration"], default={})
+        last_record = max(run.metrics, key=lambda record: record["iteration"], default={})
         steps = _UNKNOWN
-        if last:
-            steps = f"{int(last['iteration']) + 1:,}"
+        if last_record:
+            steps = f"{int(last_record['iteration']) + 1:,}"
         epochs = _UNKNOWN
-        if "epoch" in last:
-            epochs = f"{last['epoch']:.1f}"
+        if "epoch" in last_record:
+            epochs = f"{last_record['epoch']:.1f}"
         weights = _UNKNOWN
         with contextlib.suppress(NotApplicable, UserError):
             weights = run.weights.name
-        kind = _UNKNOWN
+        task = _UNKNOWN
         model = _UNKNOWN
         backbone = _UNKNOWN
         with contextlib.suppress(NotApplicable, UserError):
-            kind = run.task.name
+            task = run.task.name
             model = run.cfg.MODEL.META_ARCHITECTURE
             backbone = run.cfg.MODEL.BACKBONE.NAME
-        rows.append((run.label, kind, model, backbone, weights, steps, epochs))
+        rows.append((run.label, task, model, backbone, weights, steps, epochs))
     return Table(("Run", "For", "Model", "Backbone", "Weights", "Steps", "Epochs"), rows)
 
 
@@ -168,7 +176,7 @@ def _to_data_uri(image: Image) -> str:
 
 
 def _find_text_columns(table: Table) -> set[int]:
-    """Returns the indices of the columns without numbers, which are left-aligned."""
+    """Returns the indices of the columns without numbers, which the page aligns to the left."""
     text_columns = set()
     for index, cells in enumerate(zip(*table.rows, strict=True)):
         if not any(_NUMBER.match(cell) for cell in cells):

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Runs and checkpoints, which are loaded on first use, and functions that iterate over runs."""
+"""Trained runs, whose files are read on first use, and functions that iterate over several runs."""
 
 import contextlib
 import json
@@ -39,13 +39,21 @@ Result = TypeVar("Result")
 Entries = list[dict[str, Any]]
 
 _FINAL = ("model_final.safetensors", "model_final.pth")
-_MAX_ATTEMPTS = 10  # records that are tried in the place of an unreadable one
+_MAX_ATTEMPTS = 10  # number of records that are tried for one image
 _RUN_FILES = ("config.yaml", "metrics.json", "last_checkpoint", *_FINAL)
 
 
 @dataclass
 class Run:
-    """A run's folder or a checkpoint. See ``open``."""
+    """A trained run. ``open`` finds its files.
+
+    Attributes:
+        label: the name of the run in figures.
+        path: the path that the user named: the run's folder or a checkpoint.
+        folder: the run's folder; None if ``path`` is a checkpoint.
+        checkpoint: the weights file; None if the run has not written one.
+        device: "cpu" or "cuda". None uses a GPU if there is one.
+    """
 
     label: str
     path: Path
@@ -60,9 +68,9 @@ class Run:
         """Locates the files of a run without reading them.
 
         Args:
-            path: an ``OUTPUT_DIR`` (its checkpoint is ``model_final``, or else the last one), a
-                checkpoint, or ``qbheat://NAME``.
-            label: the name in legends. None uses the names of folder and file.
+            path: the folder of a run (``OUTPUT_DIR``), a checkpoint, or ``qbheat://NAME``. The
+                checkpoint of a folder is ``model_final``, or else the last one.
+            label: the name in figures. None uses the names of folder and file.
             device: "cpu" or "cuda". None uses a GPU if there is one.
 
         Raises:
@@ -93,7 +101,7 @@ class Run:
 
     @cached_property
     def cfg(self) -> CfgNode:
-        """The config. ``MODEL.WEIGHTS`` and ``OUTPUT_DIR`` are set to the current paths."""
+        """The config, in which ``MODEL.WEIGHTS`` and ``OUTPUT_DIR`` are the current paths."""
         weights = str(self.checkpoint or "")
         config_file = None
         if self.folder is not None and (self.folder / "config.yaml").is_file():
@@ -107,7 +115,7 @@ class Run:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """The records of ``metrics.json``. Empty for a checkpoint, or if the file is missing."""
+        """The records of ``metrics.json``; empty for a checkpoint, or if there is no file."""
         if self.folder is None:
             return []
         path = self.folder / "metrics.json"
@@ -133,7 +141,7 @@ class Run:
             raise NotApplicable(f"'{self.label}' is a {self.task.name} run, not a {task.name} run")
 
     def find_set(self, split: Split) -> str:
-        """Registers the run's first dataset of a split (see ``run.json``), and returns its name.
+        """Registers the run's first test or training dataset, and returns its registered name.
 
         Raises ``NotApplicable`` if the run has no such dataset, or the dataset cannot be read.
         """
@@ -150,18 +158,20 @@ class Run:
         return name
 
     def _register_set(self, name: str) -> str:
-        """Registers a dataset with the files in ``run.json``. Returns the registered name.
+        """Registers a dataset with the files that ``run.json`` lists for it.
 
-        If ``run.json`` does not list the dataset, it must be registered already.
+        Returns the registered name, which also has the run's folder, because datasets of several
+        runs have the same name. If ``run.json`` does not list the dataset, it must be registered
+        already.
         """
         folder = self.folder or self.weights.parent
-        starts = read_run_record(folder / RUN_FILE)
+        starts = read_run_record(folder / RUN_FILE)  # one record for each start of the run
         content = None
         if starts:
             content = starts[-1].get("data", {}).get(name)
         if content:
             source = Source.from_json(content, f"'{folder / RUN_FILE}': data of '{name}'")
-            name = f"{name} of {folder.resolve()}"  # ``find_detections`` removes the folder again
+            name = f"{name} of {folder.resolve()}"
             kept_images = None
             if source.split_part:
                 # The split file is beside run.json, whose folder may have been moved.
@@ -175,11 +185,12 @@ class Run:
     def find_detections(self, name: str) -> Path | None:
         """Returns the file with the detections of the last evaluation on the dataset ``name``.
 
-        Returns None if there is no file, or if weights other than the final ones may have made it.
+        ``name`` is a result of ``find_set``. Returns None if there is no file, or if weights other
+        than the final ones may have made it.
         """
         if self.folder is None or self.checkpoint is None:
             return None
-        name = name.removesuffix(f" of {self.folder.resolve()}")
+        name = name.removesuffix(f" of {self.folder.resolve()}")  # added by ``find_set``
         path = self.folder / "inference" / name / "coco_instances_results.json"
         if self.checkpoint.name not in _FINAL or not path.is_file():
             return None
@@ -189,10 +200,16 @@ class Run:
         return path
 
     def load_images(self, number: int, images: Path | None = None) -> tuple[Entries, list[str]]:
-        """Calls ``read_spread`` on the folder ``images`` or the run's dataset.
+        """Loads up to ``number`` images, spaced evenly, from a folder or the run's dataset.
 
-        Without ``images``, uses the run's test set, or else its training set. Raises
-        ``NotApplicable`` if there is no dataset, and a ``UserError`` if no image can be read.
+        Without the folder ``images``, uses the run's test set, or else its training set.
+
+        Returns:
+            The results of the run's evaluation mapper, and the file names of unreadable images.
+
+        Raises:
+            NotApplicable: the run has no dataset.
+            UserError: no image can be read.
         """
         if images is not None:
             records = load_image_folders([images])[0]
@@ -214,18 +231,22 @@ class Run:
 def read_spread(
     records: Sequence[Mapping[str, Any]], mapper: Mapper, number: int
 ) -> tuple[Entries, list[str]]:
-    """Returns up to ``number`` mapped records, spaced evenly over all records.
+    """Maps up to ``number`` records, spaced evenly over all records.
 
-    A record that the mapper cannot read is replaced by one of the next records. The second result
-    has the file names of the unreadable records.
+    If the mapper cannot read a record, the first readable one of the next nine replaces it.
+
+    Returns:
+        The mapped records, and the file names of the unreadable ones.
     """
     number = min(number, len(records))
     entries: Entries = []
     unreadable: list[str] = []
-    next_index = 0  # of the records that have not been tried yet
+    next_index = 0  # all records before this index have been tried or passed
     for position in range(number):
-        start = max(next_index, position * len(records) // number)
-        for index in range(start, min(start + _MAX_ATTEMPTS, len(records))):
+        evenly_spaced = position * len(records) // number
+        start = max(next_index, evenly_spaced)
+        stop = min(start + _MAX_ATTEMPTS, len(records))
+        for index in range(start, stop):
             next_index = index + 1
             try:
                 entry = mapper(dict(records[index]))
@@ -239,12 +260,18 @@ def read_spread(
 
 
 def open_runs(paths: Sequence[str], *, device: str | None = None) -> list[Run]:
-    """Opens runs with unique labels, see ``Run.open``. ``LABEL=PATH`` sets a label."""
+    """Opens runs, each named by PATH or LABEL=PATH.
+
+    Without LABEL, the label is made of the names of folder and file, or is the whole path if two
+    runs would have the same label. Raises a ``UserError`` if a path is not a run, or if two runs
+    have the same label.
+    """
     runs = []
-    unlabelled = []  # the runs whose labels are the names of their files
+    unlabelled = []  # the runs without LABEL
     for argument in paths:
         label, equals, path = argument.partition("=")
-        if not equals or Path(argument).exists():  # the path itself may contain "="
+        is_path = not equals or Path(argument).exists()  # a path may contain "="
+        if is_path:
             label = ""
             path = argument
         run = Run.open(path, label=label, device=device)
@@ -274,6 +301,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _find_checkpoint(folder: Path) -> Path | None:
+    """Returns the final checkpoint of a run's folder, or else the last one, or None.
+
+    Raises a ``UserError`` if the folder has no file of a run.
+    """
     if not any((folder / name).exists() for name in _RUN_FILES):
         raise UserError(f"'{folder}' is not a run's folder: it has no config.yaml or checkpoint")
     for name in (*_FINAL, Path(name_last_checkpoint(folder)).name):
@@ -284,7 +315,7 @@ def _find_checkpoint(folder: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class FigureOptions:
-    """The folder of the images in a figure (None: a run's dataset), and the number of images."""
+    """Which images a figure shows: their folder (None for a run's dataset) and their number."""
 
     images: Path | None = None
     num_images: int = 6
@@ -292,12 +323,19 @@ class FigureOptions:
 
 @dataclass(frozen=True)
 class RunResults(Generic[Result]):
-    """Results of several runs, and the runs and images that were left out."""
+    """Results of several runs, and the runs and images that were left out.
 
-    by_label: dict[str, Result]  # by the label of the run
-    left_out: list[str]  # the reasons why other runs have no result
-    files: Sequence[str] = ()  # the images of all runs
-    unreadable: Sequence[str] = ()  # images that were replaced by others
+    Attributes:
+        by_label: the result of each run by its label.
+        left_out: for each run without a result, the reason.
+        files: paths of the images, which are the same for all runs.
+        unreadable: paths of unreadable images, which were replaced by others.
+    """
+
+    by_label: dict[str, Result]
+    left_out: list[str]
+    files: Sequence[str] = ()
+    unreadable: Sequence[str] = ()
 
     def draw(
         self,
@@ -309,7 +347,10 @@ class RunResults(Generic[Result]):
         /,
         **data: Any,
     ) -> Figure:
-        """Returns a figure. Its explanation also lists the runs and images that are left out."""
+        """Returns a ``Figure`` whose explanation also lists the runs and images left out.
+
+        ``data`` are the numbers that the figure shows.
+        """
         paragraphs = list(explanation)
         if self.unreadable:
             names = join_first(Path(file).name for file in self.unreadable)
@@ -325,14 +366,15 @@ def run_each(
 ) -> RunResults[Result]:
     """Calls a function for each run, and leaves out runs for which it fails.
 
+    ``nothing`` is the beginning of the message if all runs fail, such as "no reconstructions".
+
     Raises:
-        UserError: all runs failed, and at least one of them with a ``UserError``. The message
-            begins with ``nothing``, such as "no reconstructions".
+        UserError: all runs failed, and at least one of them with a ``UserError``.
         NotApplicable: all runs failed with ``NotApplicable``.
     """
     by_label: dict[str, Result] = {}
     left_out = []
-    errors = []  # the reasons in ``left_out`` that are ``UserError``s
+    errors = []  # the reasons in ``left_out`` that come from a ``UserError``
     for run in runs:
         try:
             by_label[run.label] = compute(run)
@@ -360,17 +402,27 @@ def run_on_images(
     *,
     nothing: str,
 ) -> RunResults[Result]:
-    """Like ``run_each``, but ``compute`` also gets the paths of images, the same for all runs."""
+    """Calls a function for each run with the same images, and leaves out runs for which it fails.
+
+    ``compute`` gets the run and the paths of the images. Raises the errors of ``run_each`` and
+    ``choose_images``.
+    """
     entries, unreadable = choose_images(runs, options.num_images, options.images)
     files = [str(entry["file_name"]) for entry in entries]
-    results = run_each(runs, lambda run: compute(run, files), nothing=nothing)
+
+    def compute_on_files(run: Run) -> Result:
+        return compute(run, files)
+
+    results = run_each(runs, compute_on_files, nothing=nothing)
     return replace(results, files=files, unreadable=unreadable)
 
 
 def choose_images(
     runs: Sequence[Run], number: int, folder: Path | None
 ) -> tuple[Entries, list[str]]:
-    """Calls ``Run.load_images`` of one run after the other until one succeeds.
+    """Loads images from a folder, or from the dataset of the first run that has one.
+
+    Each run is tried in turn. The result is that of ``Run.load_images``.
 
     Raises:
         NotApplicable: no run has data on this machine.
@@ -382,7 +434,7 @@ def choose_images(
             return run.load_images(number, folder)
         except (NotApplicable, UserError) as reason:
             reasons.append(str(reason))
-    message = "; ".join(dict.fromkeys(reasons))
+    message = "; ".join(dict.fromkeys(reasons))  # each reason once
     if folder is not None:
         raise UserError(message)
     raise NotApplicable(message)

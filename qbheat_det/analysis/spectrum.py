@@ -3,10 +3,11 @@
 
 Paper: QB-Heat, arXiv:2211.13228, Eq. 6 to 8, Sec. 6.2, Table 3 and Fig. 7. A linear model predicts
 the feature z at an offset Δx: z(x + Δx) = (I + M) z(x). The model learns M = Δx A, but the figure
-shows eigenvalues and energies of A. Let A1 and A2 be the matrices A of two opposite directions. The
-energy E(A1) is the sum of the magnitudes of the eigenvalues of A1, and E(A) = E(A1) + E(A2).
+shows eigenvalues and energies of A. A1 and A2 are the matrices A of the two horizontal directions,
+B1 and B2 those of the vertical ones. The energy E(A1) is the sum of the magnitudes of the
+eigenvalues of A1, and E(A) = E(A1) + E(A2).
 
-The control has "rotated" matrices: the learned singular values with random singular vectors.
+The control has "rotated" matrices, with the learned singular values and random singular vectors.
 Properties that learned and rotated matrices share do not depend on singular vectors. Undefined
 values are nan.
 """
@@ -34,14 +35,14 @@ from .plotting import AXIS_COLOR, LINE_COLORS, chart_image, start_figure, themed
 from .run import FigureOptions, Run, run_each
 
 Models = Mapping[str, tuple[float, Mapping[str, Tensor]]]
-"""Maps a scale ("corner", "centre") to a tuple: Δx, and the matrices M = Δx A (C, C) by name."""
+"""Maps a scale ("corner", "centre") to (Δx, the matrices M = Δx A (C, C) by name)."""
 
 AXES = {"A": ("A1", "A2"), "B": ("B1", "B2")}
 """The two opposite directions of each axis. A is horizontal, and B is vertical."""
-NAMES = tuple(name for pair in AXES.values() for name in pair)
+NAMES = (*AXES["A"], *AXES["B"])
 _PREFIX = "predictor."
 _CONTROL_COLOR = LINE_COLORS[-1]
-_ROUNDING_ERROR = 1e-6  # relative spread of magnitudes that are considered equal
+_ROUNDING_ERROR = 1e-6  # magnitudes with a smaller relative spread count as equal
 _COLUMNS = {  # from the key in a summary to (header, number format)
     "correlation": ("correlation of the scales' spectra", ".4f"),
     "commutator": ("commutator", ".3f"),
@@ -58,11 +59,18 @@ _EXPLANATION = (
 
 @dataclass(frozen=True)
 class Spectrum:
-    """The spectra of the linear models of one or two scales."""
+    """The spectra of the linear models of one or two scales.
 
-    offsets: Mapping[str, float]  # Δx by scale
-    eigenvalues: Mapping[str, Mapping[str, Tensor]]  # (C,) of A, sorted, by scale and matrix
-    summary: Mapping[str, float]  # the numbers in the figure's table
+    Attributes:
+        offsets: Δx of each scale, as a share of the map's width W.
+        eigenvalues: complex eigenvalues (C,) of A by scale and matrix name, in descending order of
+            their magnitudes.
+        summary: the numbers in the figure's table.
+    """
+
+    offsets: Mapping[str, float]
+    eigenvalues: Mapping[str, Mapping[str, Tensor]]
+    summary: Mapping[str, float]
 
 
 def describe_models(models: Models) -> Spectrum:
@@ -77,12 +85,11 @@ def describe_models(models: Models) -> Spectrum:
         offsets[scale] = offset
         eigenvalues[scale] = {name: _sort_eigenvalues(matrices[name]) / offset for name in NAMES}
         magnitudes[scale] = {name: values.abs() for name, values in eigenvalues[scale].items()}
-        energy = {  # Eq. 7
-            axis: float(sum(magnitudes[scale][name].sum() for name in directions))
-            for axis, directions in AXES.items()
-        }
+        energy = {}
+        for axis, directions in AXES.items():  # Eq. 7
+            energy[axis] = float(sum(magnitudes[scale][name].sum() for name in directions))
         ratio = math.nan
-        if energy["A"] and energy["B"]:
+        if energy["A"] > 0 and energy["B"] > 0:
             ratio = energy["A"] / energy["B"]
         summary[f"energy_ratio_{scale}"] = ratio
         summary[f"energy_A_{scale}"] = energy["A"]
@@ -102,7 +109,9 @@ def describe_models(models: Models) -> Spectrum:
 
 
 def read_linear_models(path: Path, label: str) -> Models:
-    """Reads QB-Heat's linear models from a checkpoint, on the CPU. ``label`` is for messages.
+    """Reads QB-Heat's linear models from a checkpoint, on the CPU.
+
+    ``label`` is the name of the run in messages.
 
     Raises:
         NotApplicable: the checkpoint has no linear models.
@@ -115,12 +124,14 @@ def read_linear_models(path: Path, label: str) -> Models:
             state[key.removeprefix(_PREFIX)] = tensor
     if not state:
         raise NotApplicable(f"'{label}' has no linear models, which QB-Heat's pre-training has")
-    scales = {key.split(".")[1] for key in state}  # of keys such as "scales.corner.A1"
+    scales = {key.split(".")[1] for key in state}  # keys are such as "scales.corner.A1"
+    any_matrix = next(iter(state.values()))  # (C, C)
+    visible = "both"
+    if len(scales) == 1:
+        (visible,) = scales
     try:
         predictor = HeatPredictor(
-            dim=len(next(iter(state.values()))),
-            num_models=len(state) // len(scales),
-            visible="both" if len(scales) > 1 else next(iter(scales)),
+            dim=len(any_matrix), num_models=len(state) // len(scales), visible=visible
         )
         predictor.load_state_dict(state)
     except (ValueError, RuntimeError) as error:
@@ -142,9 +153,10 @@ def rotate_models(models: Models) -> Models:
             left = _draw_rotation(matrices[name], generator)
             right = _draw_rotation(matrices[name], generator)
             singular_values = torch.linalg.svdvals(matrices[name].float())
-            rotated[name] = (left * singular_values) @ right
+            rotated[name] = (left * singular_values) @ right  # U diag(s) V
         for forth, back in AXES.values():
-            if matrices[forth].any() and torch.equal(matrices[back], -matrices[forth]):
+            is_opposite = torch.equal(matrices[back], -matrices[forth])
+            if is_opposite and matrices[forth].any():
                 rotated[back] = -rotated[forth]
         rotated_models[scale] = (offset, rotated)
     return rotated_models
@@ -156,6 +168,7 @@ def _draw_rotation(matrix: Tensor, generator: torch.Generator) -> Tensor:
     Its distribution is uniform over all rotations and reflections.
     """
     q, r = torch.linalg.qr(torch.randn(matrix.shape, generator=generator))
+    # Without the signs, the distribution would not be uniform.
     return q * r.diagonal().sign()
 
 
@@ -173,16 +186,17 @@ def commutator(a: Tensor, b: Tensor) -> float:
 def inverse_error(forth: Tensor, back: Tensor) -> float:
     """Returns ‖(I + M1)(I + M2) - I‖ / (‖M1‖ + ‖M2‖) in the Frobenius norm.
 
-    The error is 0 if I + M1 and I + M2 are inverse to each other (Eq. 8), about 0.7 for small
-    unrelated matrices, and 1 for small equal matrices. Without the denominator, the error would be
-    small for all small matrices.
+    M1 is ``forth``, and M2 is ``back``. The error is 0 if I + M1 and I + M2 are inverse to each
+    other (Eq. 8), about 0.7 for small unrelated matrices, and 1 for small equal matrices. Without
+    the denominator, the error would be small for all small matrices.
     """
-    # The product is expanded, because adding the identity would round small matrices to zero.
-    return _ratio((forth + back + forth @ back).norm(), forth.norm() + back.norm())
+    # The product minus I, expanded. Adding I first would round small matrices to zero.
+    difference = forth + back + forth @ back
+    return _ratio(difference.norm(), forth.norm() + back.norm())
 
 
 def magnitude_correlation(a: Tensor, b: Tensor) -> float:
-    """Returns Pearson's correlation of two sorted vectors (C,), or nan if one is constant."""
+    """Returns Pearson's correlation of two sorted vectors (C,), or nan if either is constant."""
     for vector in (a, b):
         if float(vector.std()) <= _ROUNDING_ERROR * float(vector.norm()):
             return math.nan
@@ -190,6 +204,7 @@ def magnitude_correlation(a: Tensor, b: Tensor) -> float:
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> float:
+    """Returns the quotient of two numbers that are not negative, or nan if the second is 0."""
     if float(denominator) <= 0:
         return math.nan
     return float(numerator / denominator)
@@ -230,21 +245,24 @@ def draw_spectrum(runs: Sequence[Run], options: FigureOptions) -> Figure:
 
 @themed
 def plot_magnitudes(learned: Spectrum, control: Spectrum) -> Chart:
-    """Draws magnitudes of eigenvalues at each scale, and compares the two scales."""
+    """Draws the magnitudes of eigenvalues, with one panel per scale.
+
+    If there are two scales, a third panel compares them.
+    """
     num_scales = len(learned.offsets)
-    num_panels = num_scales
-    if num_scales == 2:
-        num_panels += 1  # compares the scales
+    num_panels = 3 if num_scales == 2 else num_scales
     figure = start_figure(height=3.4, width=4 * num_panels)
     for index, (scale, eigenvalues) in enumerate(learned.eigenvalues.items(), start=1):
         axes = figure.add_subplot(1, num_panels, index)
         for name, values in control.eigenvalues[scale].items():
+            # The control has one entry in the legend for all four matrices.
             label = "rotated" if name == NAMES[0] else "_nolegend_"
             axes.plot(values.abs(), color=_CONTROL_COLOR, lw=0.9, label=label)
         for name, color in zip(NAMES, LINE_COLORS, strict=False):
             axes.plot(eigenvalues[name].abs(), color=color, label=name)
+        # Before training, all eigenvalues are zero, which a logarithmic axis cannot show.
         if any(values.any() for values in eigenvalues.values()):
-            axes.set_yscale("log")  # before training, all eigenvalues are zero
+            axes.set_yscale("log")
         axes.set_title(f"{scale}, Δx = {learned.offsets[scale]:g} W")
         axes.set_xlabel("eigenvalue, by magnitude")
         axes.set_ylabel("|eigenvalue| of A, B")
@@ -263,7 +281,10 @@ def plot_magnitudes(learned: Spectrum, control: Spectrum) -> Chart:
 def _plot_across_scales(
     axes: Axes, spectrum: Spectrum, colors: Sequence[str], *, marker_size: float
 ) -> None:
-    """Plots the magnitudes at the second scale over those at the first, as in Fig. 7."""
+    """Plots the magnitudes at the second scale over those at the first, as in Fig. 7.
+
+    The magnitudes of a matrix are divided by their sum, its energy.
+    """
     first, second = spectrum.eigenvalues.values()
     for name, color in zip(NAMES, colors, strict=False):
         x = first[name].abs()
@@ -274,17 +295,18 @@ def _plot_across_scales(
         axes.plot(x / x.sum(), y / y.sum(), ".", ms=marker_size, rasterized=True, color=color)
         axes.set_xscale("log")
         axes.set_yscale("log")
-        axes.axline((1e-3, 1e-3), (1e-2, 1e-2), color=AXIS_COLOR, lw=0.8)
+        axes.axline((1e-3, 1e-3), (1e-2, 1e-2), color=AXIS_COLOR, lw=0.8)  # the diagonal
 
 
 def _tabulate(spectra: Mapping[str, Spectrum]) -> Table:
+    """Returns a table with a row per spectrum and a column per number of the summaries."""
     offsets: dict[str, float] = {}
     for spectrum in spectra.values():
         offsets |= spectrum.offsets
-    columns = {}
-    for scale in sorted(offsets, key=offsets.__getitem__):  # as in Table 3
-        title = f"E(A)/E(B) at Δx = {offsets[scale]:g} W"
-        columns[f"energy_ratio_{scale}"] = (title, ".4f")
+    columns = {}  # from the key in a summary to (header, number format)
+    ascending = sorted(offsets.items(), key=lambda item: item[1])  # as in Table 3
+    for scale, offset in ascending:
+        columns[f"energy_ratio_{scale}"] = (f"E(A)/E(B) at Δx = {offset:g} W", ".4f")
     columns |= _COLUMNS
     rows = []
     for label, spectrum in spectra.items():

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The Python interface to trained models, see docs/python.md.
+"""The Python interface to trained models (docs/python.md).
 
-``labelling`` and ``app`` stand on this interface. It also has the functions below it that they need
-to find images and to draw and write boxes.
+The packages ``labelling`` and ``app`` use it too. For them, it also has functions that find images,
+and that draw and write boxes.
 """
 
 from pathlib import Path
@@ -60,10 +60,10 @@ def load(
             - an exported file (.onnx),
             - "timm://NAME" for a timm encoder, or "hf://USER/NAME" for Hugging Face.
         device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
-        fast: whether to deploy a detector, see ``Detector.deploy``.
+        fast: whether to return a detector in its fastest equivalent form (``Detector.deploy``).
 
     Returns:
-        A ``Detector`` for a detector. An ``Encoder`` for a backbone, and for the encoder of a
+        A ``Detector`` for the weights of a detector. An ``Encoder`` for those of a backbone, a
         pre-training model or a classifier.
 
     Raises:
@@ -85,10 +85,10 @@ def load(
 def load_detector(
     weights: str | Path, *, device: str | None = None, fast: bool = False
 ) -> Detector:
-    """Like ``load``, for weights that must be those of a detector.
+    """Opens the weights of a detector. ``load`` describes the arguments.
 
     Raises:
-        UserError: as ``load``, or if the weights are those of an encoder or a classifier.
+        UserError: the weights cannot be opened, or are those of an encoder or a classifier.
     """
     model = load(weights, device=device, fast=fast)
     if not isinstance(model, Detector):
@@ -97,9 +97,9 @@ def load_detector(
 
 
 def load_encoder(weights: str | Path, *, device: str | None = None) -> Encoder:
-    """Like ``load``, for weights that must be those of an encoder, and not an exported file.
+    """Opens the weights of an encoder. ``load`` describes the arguments.
 
     Raises:
-        UserError: as ``load``, or if the weights are those of a detector or an exported file.
+        UserError: the weights cannot be opened, or are those of a detector or an exported file.
     """
     return Encoder(*open_encoder(find_weights(weights), device))

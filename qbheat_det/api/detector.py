@@ -2,7 +2,6 @@
 """``Detector``, which predicts with a trained detector, evaluates it and trains it further."""
 
 import copy
-import itertools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +37,7 @@ from .encoder import Trained, names_mistakes
 if TYPE_CHECKING:
     from qbheat_det.analysis.run import Run
 
+# Keywords of other libraries, and what to use instead.
 _PREDICT_MISTAKES = {
     "conf": "threshold",
     "confidence": "threshold",
@@ -149,7 +149,11 @@ class Detector(Trained):
         batch_size: int = 8,
         tile: int | None = None,
     ) -> Iterator[Detections]:
-        """Like ``predict``, but always yields ``Detections`` and keeps few images in memory."""
+        """Yields the ``Detections`` of one image after the other.
+
+        Unlike ``predict``, it also does so for lists and folders, and keeps at most ``batch_size``
+        images in memory. ``predict`` describes the arguments and errors.
+        """
         if not 0 <= threshold <= 1:
             raise UserError(f"threshold is {threshold}, expected a score from 0 to 1")
         if batch_size < 1:
@@ -171,7 +175,7 @@ class Detector(Trained):
         check_elongation(NamedImage(image, None, name), self.cfg)
 
     def deploy(self, *, precision: str = "float32") -> "Detector":
-        """Returns a copy in the fastest equivalent form, see ``qbheat_det.deploy``.
+        """Returns a copy with the model in its fastest equivalent form on this device.
 
         Args:
             precision: "float32" or "bfloat16". bfloat16 changes the results slightly.
@@ -194,7 +198,8 @@ class Detector(Trained):
             data: data set with boxes, in any format of ``--data``. If it has a validation part,
                 only this part is used.
             images: folder of the images, if they are not in the folder of a COCO json.
-            tile: see ``predict``. Boxes of an image's tiles are merged before AP is computed.
+            tile: side of tiles in pixels, as in ``predict``. Boxes of an image's tiles are merged
+                before AP is computed.
 
         Raises:
             UserError: the data are invalid, their classes differ from the detector's classes, or
@@ -260,25 +265,33 @@ class Detector(Trained):
             "MODEL.DEPLOY.ENABLED": False,
             **(overrides or {}),
         }
-        opts = [text for key, value in values.items() for text in (key, str(value))]
+        opts = []  # KEY VALUE KEY VALUE …
+        for key, value in values.items():
+            opts += [key, str(value)]
         paths: dict[str, Any] = {"data": str(data), "weights": self.weights, "output": str(folder)}
         try:
-            asked = RunFlags(**paths, opts=opts, **flags)
-        except TypeError as error:
+            run_flags = RunFlags(**paths, opts=opts, **flags)
+        except TypeError as error:  # a keyword that is not a field of ``RunFlags``
             raise UserError(f"Detector.train: {error}") from error
-        train_run(assemble_run(asked))
+        train_run(assemble_run(run_flags))
         run = Run.open(folder, device=self.cfg.MODEL.DEVICE)
         cfg = load_run_config(str(run.path), device=self.cfg.MODEL.DEVICE)
-        self._predictor, self.cfg = build_predictor(cfg), cfg
-        self.model = self._predictor.model
+        predictor = build_predictor(cfg)
+        self._predictor = predictor
+        self.cfg = cfg
+        self.model = predictor.model
         return run
 
     def embed(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises a ``UserError``: only encoders compute vectors."""
+        """Raises a ``UserError``, because only an ``Encoder`` computes vectors."""
         raise UserError(f"'{self.weights}' is a detector, not an encoder, and has no embeddings")
 
 
 def _find_free(folder: Path) -> Path:
     """Returns the first of ``folder``/train, train-2, train-3, … that does not exist."""
-    names = itertools.chain(["train"], (f"train-{number}" for number in itertools.count(2)))
-    return next(folder / name for name in names if not (folder / name).exists())
+    path = folder / "train"
+    number = 1
+    while path.exists():
+        number += 1
+        path = folder / f"train-{number}"
+    return path

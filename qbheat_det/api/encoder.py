@@ -27,9 +27,10 @@ R = TypeVar("R")
 
 
 def names_mistakes(right: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a method to raise a helpful ``TypeError`` for keywords of other libraries.
+    """Decorates a method whose callers may use the keywords of other libraries by mistake.
 
-    ``right`` maps each wrong keyword to the right one.
+    For such a keyword, the method raises a ``TypeError`` that names the right one. ``right`` maps
+    each wrong keyword to it.
     """
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
@@ -71,16 +72,25 @@ class Trained:
 
     def __repr__(self) -> str:
         node = self.cfg.MODEL
-        parts = [node.BACKBONE.NAME]
+        parts = []
         if self._is_detector:
-            shown = ", ".join(node.CLASS_NAMES[:5]) + ", …" * (len(node.CLASS_NAMES) > 5)
-            parts = [f"{node.META_ARCHITECTURE} on {parts[0]}"]
-            parts += [f"{len(node.CLASS_NAMES)} classes ({shown})"] * bool(shown)
+            parts.append(f"{node.META_ARCHITECTURE} on {node.BACKBONE.NAME}")
+            num_classes = len(node.CLASS_NAMES)
+            if num_classes:
+                names = list(node.CLASS_NAMES[:5])
+                if num_classes > 5:
+                    names.append("…")
+                parts.append(f"{num_classes} classes ({', '.join(names)})")
+        else:
+            parts.append(node.BACKBONE.NAME)
         if self.model is not None:
-            count = sum(parameter.numel() for parameter in self.model.parameters())
-            parts += [f"{count / 1e6:.1f} M parameters", node.DEVICE]
-        parts += ["deployed"] * isinstance(self.model, DeployedModel)
-        return f"{type(self).__name__}({', '.join([*parts, repr(self.weights)])})"
+            num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+            parts.append(f"{num_parameters / 1e6:.1f} M parameters")
+            parts.append(node.DEVICE)
+        if isinstance(self.model, DeployedModel):
+            parts.append("deployed")
+        parts.append(repr(self.weights))
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     @names_mistakes({"format": "the suffix of output: .onnx", "imgsz": "image_size"})
     def export(
@@ -93,7 +103,7 @@ class Trained:
         image_size: Sequence[int] = (),
         int8_images: Sequence[str | Path] = (),
     ) -> "ExportReport":
-        """Writes an ONNX file and compares its outputs with PyTorch, see docs/export.md.
+        """Writes an ONNX file and compares its outputs with PyTorch (docs/export.md).
 
         Args:
             output: the ``.onnx`` file to write.
@@ -134,6 +144,10 @@ class Trained:
         export_backbone(self.weights, Path(output), overwrite=overwrite)
 
     def _require_weights(self, verb: str, *, deployed: bool = True) -> None:
+        """Raises a ``UserError`` if the model is exported, or deployed unless this is allowed.
+
+        ``verb`` is what the user wanted to do with the model.
+        """
         if self.model is None:
             raise UserError(f"'{self.weights}' is exported: {verb} its weights")
         if isinstance(self.model, DeployedModel) and not deployed:
@@ -156,8 +170,8 @@ class Encoder(Trained):
     def __call__(self, images: Picture | Sequence[Picture]) -> dict[str, Tensor]:
         """Returns the outputs by name: feature maps (N, C, H, W) and tokens (N, M, D).
 
-        Several images are padded to the same size, at the bottom and right. An exported encoder
-        resizes images instead, and several images must have the same size.
+        Images of different sizes are padded at the bottom and right. An exported encoder resizes
+        images instead, and needs images of one size.
 
         Args:
             images: as in ``Detector.predict``, except videos.
@@ -168,9 +182,10 @@ class Encoder(Trained):
         pictures = list(self._open(images))
         if self._exported is None:
             return encode(self.model, self.cfg, pictures)
-        if len({picture.shape for picture in pictures}) > 1:
+        shapes = {picture.shape for picture in pictures}
+        if len(shapes) > 1:
             raise UserError("an exported encoder needs images of one size")
-        batch = np.stack(pictures)
+        batch = np.stack(pictures)  # (N, H, W, 3)
         if self._exported.info.pixel_format == "BGR":
             batch = batch[..., ::-1]
         outputs = self._exported(batch)
@@ -178,7 +193,7 @@ class Encoder(Trained):
 
     @property
     def coarsest_map(self) -> str:
-        """The name of the last feature map with the coarsest stride, which probes classify.
+        """The name of the feature map with the largest stride; the last one if there are several.
 
         Raises a ``UserError`` if the encoder is exported.
         """
@@ -201,18 +216,20 @@ class Encoder(Trained):
         """
         vectors = []
         for image in self._open(images):
-            maps = [x for x in self(image).values() if x.dim() == 4]
-            coarsest = min(maps, key=lambda x: x.shape[2] * x.shape[3])
-            vectors.append(coarsest.mean(dim=(2, 3))[0])
+            outputs = self(image).values()
+            maps = [output for output in outputs if output.dim() == 4]  # (1, C, H, W), not tokens
+            coarsest = min(maps, key=lambda output: output.shape[2] * output.shape[3])
+            vectors.append(coarsest.mean(dim=(2, 3))[0])  # (C,)
         return torch.stack(vectors)
 
     def _open(self, images: Picture | Sequence[Picture]) -> Iterator[Image]:
+        """Returns an iterator over RGB images (H, W, 3), uint8. Raises an error for a video."""
         if is_video(images):
             raise UserError(f"'{images}' is a video: pass its frames")
-        return (each.image for each in open_images(images))
+        return (named_image.image for named_image in open_images(images))
 
     def _find_no_boxes(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises a ``UserError``: an encoder finds no boxes."""
+        """Raises a ``UserError``, because only a ``Detector`` finds boxes."""
         raise UserError(
             f"'{self.weights}' is an encoder and finds no boxes: train a detector on it"
         )

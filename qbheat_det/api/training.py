@@ -32,13 +32,15 @@ from qbheat_det.engine.logs import removes_empty_run
 from qbheat_det.engine.run_record import find_duration, find_shared_images
 
 logger = logging.getLogger(__name__)
-# Figures of a report besides the curves, by task.
+# Figures of a report in addition to the curves, by task.
 _FIGURES = {"detection": ("detections",), "classification": ("classes",)}
-_NUM_PICTURES = 12  # images in a report
+_NUM_PICTURES = 12  # number of images in a report
 
 
 def train_run(stages: Sequence[Stage]) -> dict[str, Any]:
-    """Trains the stages of a run, see ``assemble_run``. Each starts from the weights of the last.
+    """Trains the stages of a run, which ``assemble_run`` returns.
+
+    Each stage starts from the weights of the stage before.
 
     Returns:
         The results of the last evaluation.
@@ -84,10 +86,10 @@ def train(stage: Stage) -> dict[str, Any]:
 
 
 def start_afresh(flags: RunFlags) -> Trainer:
-    """Returns the trainer of a new run in ``flags.output``, which replaces a run in this folder.
+    """Returns the trainer of a new run, which replaces an earlier run in ``flags.output``.
 
     Raises:
-        UserError: the config or the data are invalid, or the folder has files of others.
+        UserError: the config or the data are invalid, or the folder has other files.
     """
     (stage,) = assemble_run(flags, replaces_run=True)
     replace_folders(stage.folder)
@@ -98,11 +100,16 @@ def start_afresh(flags: RunFlags) -> Trainer:
 
 
 def train_afresh(flags: RunFlags) -> tuple[Trainer, dict[str, Any]]:
-    """Trains a run of ``start_afresh``, without a report. Returns the trainer and the results."""
+    """Trains a new run, which replaces an earlier run in ``flags.output``. Writes no report.
+
+    Returns the trainer, and the results of the last evaluation. Raises the errors of
+    ``start_afresh``.
+    """
     trainer = start_afresh(flags)
     try:
         return trainer, trainer.train()
-    except Interrupted as stop:  # its message recommends --resume
+    except Interrupted as stop:
+        # The trainer's message recommends --resume, but this run always starts from the beginning.
         name = signal.Signals(stop.number).name
         raise Interrupted(
             stop.number, f"{name} stopped the training in '{flags.output}': run the command again"
@@ -110,7 +117,9 @@ def train_afresh(flags: RunFlags) -> tuple[Trainer, dict[str, Any]]:
 
 
 def evaluate_stage(stage: Stage) -> dict[str, Any]:
-    """Evaluates weights, see ``assemble_evaluation``; deploys them if ``MODEL.DEPLOY.ENABLED``.
+    """Evaluates weights. ``assemble_evaluation`` returns the stage.
+
+    If ``MODEL.DEPLOY.ENABLED``, evaluates the deployed form of the model.
 
     Returns:
         Results by task.
@@ -136,29 +145,34 @@ def write_run_report(cfg: CfgNode) -> Path:
     folder = Path(cfg.OUTPUT_DIR)
     model = cfg.MODEL
     seconds = find_duration(folder)
-    shared = "".join(f" Note: {text}." for text in find_shared_images(folder))
     page = folder / "report.html"
     run = Run.open(folder, label=folder.resolve().name, device=model.DEVICE)
     names = [*_FIGURES.get(run.task.name, ()), "curves"]
-    duration = "" if seconds is None else f" in {format_duration(seconds)}"
-    weights = f", starting from '{model.WEIGHTS}'" if model.WEIGHTS else ""
-    best = ""
+    title = model.META_ARCHITECTURE
+    if model.CLASS_NAMES:
+        title += f": {join_first(model.CLASS_NAMES)}"
+    lead = f"Trained for {cfg.SOLVER.MAX_ITER:,} steps of {cfg.SOLVER.IMS_PER_BATCH} images"
+    if seconds is not None:
+        lead += f" in {format_duration(seconds)}"
+    if model.WEIGHTS:
+        lead += f", starting from '{model.WEIGHTS}'"
+    lead += "."
+    for text in find_shared_images(folder):
+        lead += f" Note: {text}."
     if (folder / "model_best.safetensors").exists():
-        best = (
+        lead += (
             " This page shows the last weights, model_final.safetensors. Commands that name the "
             "folder take model_best.safetensors, the weights with the best evaluation."
         )
+    command = ["qbheat", "report", str(folder), "--output", str(page), "--only", *names]
     build_report(
         names,
         [run],
         FigureOptions(num_images=_NUM_PICTURES),
-        {},
+        keywords={},
         output=page,
-        command=shlex.join(
-            ["qbheat", "report", str(folder), "--output", str(page), "--only", *names]
-        ),
-        title=f"{model.META_ARCHITECTURE}: {join_first(model.CLASS_NAMES)}".removesuffix(": "),
-        lead=f"Trained for {cfg.SOLVER.MAX_ITER:,} steps of {cfg.SOLVER.IMS_PER_BATCH} images"
-        f"{duration}{weights}.{shared}{best}",
+        command=shlex.join(command),
+        title=title,
+        lead=lead,
     )
     return page

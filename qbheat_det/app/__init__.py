@@ -44,7 +44,8 @@ def serve(
         UserError: Gradio is not installed, a model does not exist, or the port is in use.
     """
     models = Models(weights, device=device)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # exit normally, which removes the folder
+    # A normal exit removes the temporary folder. The default of SIGTERM would not.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with tempfile.TemporaryDirectory(prefix="qbheat_app_") as folder:
         # Gradio reads these variables at import. It stores uploads in the folder, and sends no
         # usage statistics.

@@ -29,7 +29,7 @@ from .uploads import (
 )
 
 _TITLE = "qbheat_det"
-_HEIGHT = "min(560px, 100vw)"  # height of the pictures, also on narrow phones
+_HEIGHT = "min(560px, 100vw)"  # of pictures; on narrow phones at most the width of the screen
 _FIGURES = 3  # attention in two directions, and reconstructions
 _LIFETIME = 3600  # seconds that uploads and results are kept
 _INTERVAL = 60  # seconds between searches for old files
@@ -89,7 +89,7 @@ def launch(models: Models, pools: Pools, folder: Path, *, host: str, port: int |
             footer_links=[],
             ssr_mode=False,
             quiet=True,
-            prevent_thread_lock=True,
+            prevent_thread_lock=True,  # returns while the server runs in another thread
             app_kwargs={"middleware": [Middleware(_Headers)]},
         )
     except OSError as error:
@@ -102,7 +102,10 @@ def launch(models: Models, pools: Pools, folder: Path, *, host: str, port: int |
 
 
 def build_page(models: Models, pools: Pools, folder: Path) -> gr.Blocks:
-    """Returns the page. It runs one job at a time, and queues up to sixteen."""
+    """Returns the page. It runs one job after the other, and queues up to sixteen jobs.
+
+    ``folder`` is for temporary files.
+    """
     with gr.Blocks(title=_TITLE, analytics_enabled=False) as page:
         gr.Markdown("# qbheat_det\nBoxes on your images, and what the encoder sees in them.")
         with gr.Tab("Detect"):
@@ -117,7 +120,11 @@ def build_page(models: Models, pools: Pools, folder: Path) -> gr.Blocks:
 
 
 def build_detection(models: Models, folder: Path) -> None:
-    """Adds the widgets that find objects in uploads."""
+    """Adds the widgets that find objects in uploads.
+
+    ``predict`` runs the model and keeps all boxes. ``show`` draws those that the slider and the
+    list of classes select, without predicting again.
+    """
     labels = models.list_detectors()
     results = gr.State([], time_to_live=_LIFETIME)
     with gr.Row():
@@ -152,21 +159,24 @@ def build_detection(models: Models, folder: Path) -> None:
             )
             outputs = [gallery, table, download]
 
-    def show(shown: list[Detections], min_score: float, names: list[str]) -> tuple[Any, ...]:
+    def show(predicted: list[Detections], min_score: float, names: list[str]) -> tuple[Any, ...]:
+        """Returns the new values of ``outputs``."""
         drawn, rows, archive = render(
-            shown, make_folder(folder), threshold=min_score, classes=names
+            predicted, make_folder(folder), threshold=min_score, classes=names
         )
         # In a grid, Gradio would crop a single picture, so the first one is selected.
         pictures = gr.Gallery(drawn, selected_index=0 if drawn else None)
-        return pictures, rows, gr.DownloadButton(value=archive, interactive=bool(shown))
+        return pictures, rows, gr.DownloadButton(value=archive, interactive=bool(predicted))
 
     def predict(
         paths: list[str] | None, label: str, min_score: float, names: list[str]
     ) -> tuple[Any, ...]:
+        """Returns the new values of ``results``, ``status``, ``classes`` and ``outputs``."""
         if not paths:
             raise UserError("choose images first")
         detector = models.open_detector(label)
         predicted, skipped = detect(detector, [Path(path) for path in paths])
+        # The user may have selected classes of another detector before.
         names = [name for name in names if name in detector.class_names]
         text = [f"{len(predicted)} of {len(paths)} files predicted by {label}.", *skipped]
         return (
@@ -194,6 +204,7 @@ def build_detection(models: Models, folder: Path) -> None:
 
 def build_encoder(models: Models, folder: Path) -> None:
     """Adds the widgets that draw figures of an encoder."""
+    # Pre-trained models come first, because only they can have reconstructions.
     labels = sorted(models.tasks, key=lambda label: models.tasks[label] != "pretraining")
     with gr.Row():
         with gr.Column(scale=1, min_width=300):
@@ -201,7 +212,7 @@ def build_encoder(models: Models, folder: Path) -> None:
             model = gr.Dropdown(labels, value=labels[0], label="Model")
             button = gr.Button("Show", variant="primary")
         with gr.Column(scale=2, min_width=300):
-            figures = []
+            figures = []  # caption, image, caption, image, …
             for _ in range(_FIGURES):
                 figures += [
                     gr.Markdown(),
@@ -209,6 +220,7 @@ def build_encoder(models: Models, folder: Path) -> None:
                 ]
 
     def show(path: str | None, label: str) -> tuple[Any, ...]:
+        """Returns the new values of ``figures``. Widgets without a figure become empty."""
         if not path:
             raise UserError("choose an image first")
         drawn = draw_encoder(models.open_run(label), Path(path), make_folder(folder))
@@ -255,10 +267,10 @@ def build_review(models: Models, pools: Pools, folder: Path) -> None:
             raise UserError("select images first")
         return gr.DownloadButton(value=review.write(folder), interactive=True)
 
-    outputs = [state, status, picture, download]
+    outputs = [state, status, picture, download]  # ``show`` returns their new values
     start.click(with_messages(select), [source, budget, model], outputs, api_visibility="private")
     for button, step in ((accept, Review.accept), (skip, Review.skip), (back, Review.back)):
-
+        # The default binds the step of this button. A closure would use that of the last button.
         def proceed(review: Review | None, step: Callable[[Review], Review] = step) -> Any:
             if not review:
                 raise UserError("select images first")
@@ -274,7 +286,10 @@ def make_folder(parent: Path) -> Path:
 
 
 def with_messages(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function to show its ``UserError`` in the page. Other errors are only logged."""
+    """Wraps a function so that the page shows the message of its ``UserError``.
+
+    Other errors are only logged.
+    """
 
     def call(*arguments: Any) -> Any:
         try:

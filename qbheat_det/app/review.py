@@ -21,7 +21,7 @@ class Pools:
         folders: folders of images. Users cannot select from any other folder.
         data: path of a data set in any format of ``--data``, or None. Its images have labels and
             are never selected.
-        device: "cpu" or "cuda"; None for "cuda" if a GPU is available.
+        device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
     """
 
     folders: Sequence[str] = ()
@@ -29,11 +29,11 @@ class Pools:
     device: str | None = None
 
     def select(self, folder: str, budget: int, weights: str | None) -> "Review":
-        """Selects ``budget`` images like ``qbheat select``.
+        """Selects images like ``qbheat select``, and returns a review of them.
 
         Args:
             folder: one of ``folders``.
-            budget: number of images.
+            budget: number of images to select.
             weights: detector whose predictions decide which images are selected, or None.
 
         Raises:
@@ -46,7 +46,10 @@ class Pools:
 
 @dataclass(frozen=True)
 class Review:
-    """A selection. The first ``accepted`` of ``selection.files`` are accepted."""
+    """The state of a review: a selection, and how many of its images are accepted.
+
+    The first ``accepted`` of ``selection.files`` are accepted. The rest is not reviewed yet.
+    """
 
     selection: Selection
     accepted: int = 0
@@ -64,11 +67,12 @@ class Review:
         return self.selection.files[self.accepted]
 
     def accept(self) -> "Review":
-        """Accepts the current image."""
-        return replace(self, accepted=self.accepted + bool(self.current))
+        """Accepts the current image. Raises ``UserError`` if there is none."""
+        _ = self.current  # raises the error
+        return replace(self, accepted=self.accepted + 1)
 
     def skip(self) -> "Review":
-        """Skips the current image. The image that the strategy ranks next is added at the end."""
+        """Removes the current image, and adds the strategy's next image at the end."""
         return replace(self, selection=self.selection.skip(self.current))
 
     def back(self) -> "Review":
@@ -84,15 +88,16 @@ class Review:
         return f"{text}: `{Path(self.current).name}`"
 
     def draw(self) -> PIL.Image.Image | None:
-        """Draws the current image with the boxes of the detector, if there are any."""
+        """Draws the current image with the detector's boxes. Returns None if there is no image."""
         if self.is_done:
             return None
         return draw_image(self.selection, self.current, side=1024)
 
     def write(self, parent: Path) -> str:
-        """Writes the files of ``qbheat select`` for the accepted images into a zip in ``parent``.
+        """Writes the files of ``qbheat select`` for the accepted images, and packs them in a zip.
 
-        Returns the path of the zip.
+        Returns the path of the zip, which is in a new folder in ``parent``. Raises ``UserError`` if
+        no image is accepted.
         """
         if not self.accepted:
             raise UserError("accept an image first")

@@ -1,10 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The HTTP server of ``qbheat serve``, which needs FastAPI (the extra ``serve``).
 
-One thread loads and runs the model. OpenMP starts a pool of workers for each thread that computes.
-With several pools there are more workers than cores, and a prediction takes twice as long. While
-the model is busy, new requests wait and form the next batch. No request waits for a batch to fill.
-Limits on bytes, pixels, time and the number of requests bound the memory.
+One thread loads and runs the model, because OpenMP starts a pool of workers for each thread that
+computes. With several pools there are more workers than cores, and a prediction takes twice as
+long. While the model is busy, new requests wait and form the next batch. If the model is idle, a
+request is processed at once. Limits on bytes, pixels, time and the number of requests bound the
+memory.
 """
 
 import asyncio
@@ -54,8 +55,8 @@ class Limits:
     Attributes:
         megabytes: largest size of a request body, in MB.
         megapixels: largest size of an image, in million pixels.
-        waiting: largest number of requests at a time, including those in progress. Additional
-            requests are refused with status 503.
+        waiting: largest number of requests that are open at once, waiting or in progress.
+            Additional requests are refused with status 503.
         seconds: longest time to receive a request body.
     """
 
@@ -75,7 +76,7 @@ class Box(BaseModel):
 
     @classmethod
     def of(cls, box: DetectedBox) -> "Box":
-        """Returns a box with coordinates rounded to 0.01 pixels, and a score of four digits."""
+        """Returns a box whose corners are rounded to 0.01 pixels, and its score to 0.0001."""
         left, top, right, bottom = (round(edge, 2) for edge in box.xyxy)
         return cls(
             xyxy=(left, top, right, bottom),
@@ -101,7 +102,7 @@ class ModelInfo(BaseModel):
 
 
 class BatchQueue:
-    """Queues images, and runs ``predict`` in ``thread`` on batches of up to ``size`` images."""
+    """Queues images, and predicts on batches of them in one thread."""
 
     def __init__(
         self,
@@ -109,6 +110,7 @@ class BatchQueue:
         size: int,
         thread: ThreadPoolExecutor,
     ) -> None:
+        """``predict`` runs in ``thread``, and gets up to ``size`` RGB images (H, W, 3), uint8."""
         self._predict = predict
         self._size = size
         self._thread = thread
@@ -122,8 +124,10 @@ class BatchQueue:
         return future
 
     def _run(self) -> None:
-        batch = [self._waiting.popleft() for _ in range(min(self._size, len(self._waiting)))]
-        if not batch:  # an earlier call processed all images
+        """Predicts on the next batch. Each image causes one call, so many calls find no image."""
+        batch_size = min(self._size, len(self._waiting))
+        batch = [self._waiting.popleft() for _ in range(batch_size)]
+        if not batch:  # earlier calls processed all images
             return
         try:
             results = self._predict([image for image, _ in batch])
@@ -164,8 +168,9 @@ def build_server(
         return image
 
     batches = BatchQueue(predict, batch_size, thread)
-    slots = asyncio.Semaphore(2 * batch_size)  # limits the number of decoded images in memory
-    active = 0
+    # Decoded images need much memory. While one batch is predicted, the next one is decoded.
+    slots = asyncio.Semaphore(2 * batch_size)
+    active = 0  # number of open requests
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -203,14 +208,14 @@ def build_server(
 
 
 async def explain_error(_: Request, error: Exception) -> JSONResponse:
-    """Returns the first error of a request's parameters."""
+    """Responds to invalid parameters with status 422 and the first error."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     return JSONResponse({"detail": f"{first['loc'][-1]}: {first['msg']}"}, 422)
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """Returns the body of a request, or raises an ``HTTPException`` beyond a limit."""
+    """Returns the body of a request. Raises an ``HTTPException`` if it exceeds a limit."""
 
     async def read() -> bytes:
         body = bytearray()
@@ -245,7 +250,7 @@ def serve(
         host: address to listen on. There is no authentication.
         port: port to listen on. 0 selects a free port.
         device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
-        fast: serve the deployed form, see ``Detector.deploy``.
+        fast: serve the detector in its fastest equivalent form (``Detector.deploy``).
         batch_size: largest number of images that the model processes together.
         limits: limits on requests; by default ``Limits()``.
 
@@ -259,22 +264,25 @@ def serve(
         bracketed = f"[{host}]" if ":" in host else host  # IPv6 has colons
         address = f"http://{bracketed}:{listener.getsockname()[1]}"
         print(f"serving {detector.weights} on {address}, described at {address}/docs", flush=True)
-        # Uvicorn finishes the current requests, and then raises the signal again.
+        # Uvicorn finishes the current requests, and then raises the signal again. Without this
+        # handler, the exit code would then be that of a killed process.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=30)
         uvicorn.Server(config).run(sockets=[listener])
 
 
 def load_and_warm_up(weights: str, device: str | None, fast: bool) -> Detector:
-    """Loads a detector, and predicts once, because the first image is slow."""
+    """Loads a detector, and predicts once, because the first prediction is slow."""
     detector = load_detector(weights, device=device, fast=fast)
-    detector.predict(np.zeros((480, 640, 3), np.uint8))
+    black_image = np.zeros((480, 640, 3), np.uint8)
+    detector.predict(black_image)
     return detector
 
 
 def listen(host: str, port: int) -> socket.socket:
     """Returns a listening socket. Raises a ``UserError`` if the port is in use."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    is_ipv6 = ":" in host
+    listener = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

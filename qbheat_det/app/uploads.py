@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The functions behind the page: opening models, checking uploads, detection, encoder figures.
 
-Uploads are checked before they are decoded. Images must have one of four formats, because decoding
-others can run programs (EPS runs Ghostscript).
+Uploads are checked before they are decoded. Only four image formats are accepted, because decoding
+other formats can run programs. For example, EPS files run Ghostscript.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ _ENCODER_CAPTIONS = {
     "reconstructions_grid_1": "**What a part tells of the rest:** the model does not see the gray "
     "part of the image, and predicts it from the rest.",
 }
-"""Captions by figure name. Reports have different captions, for several images and runs."""
+"""Captions in Markdown, by the name of the image file. Reports have other captions."""
 
 
 def open_image(path: Path) -> Image:
@@ -80,8 +80,9 @@ def render(
     ``classes`` selects the classes to draw. If it is empty, all classes are drawn.
 
     Returns:
-        (image path, caption) of each drawn image, the rows of the table of boxes, and the path of
-        an archive with the drawn images and ``boxes.json`` in COCO's results format.
+        (image path, caption) of each drawn image; the rows of the table of boxes, with file name,
+        class, score and corners; and the path of an archive with the drawn images and
+        ``boxes.json`` in COCO's results format.
     """
     gallery = []
     rows: list[list[Any]] = []
@@ -105,7 +106,11 @@ def render(
 
 
 def draw_encoder(run: Run, path: Path, folder: Path) -> list[tuple[str, str]]:
-    """Draws attention and reconstructions of an upload. Returns (path, caption) of each figure."""
+    """Draws attention and reconstructions of an upload into ``folder``.
+
+    Leaves out a figure that does not apply to the model. Returns (path, caption) of each image.
+    Raises ``UserError`` if the upload is not an image, or if no figure applies.
+    """
     images = folder / "input"
     images.mkdir()
     try:
@@ -130,11 +135,12 @@ def draw_encoder(run: Run, path: Path, folder: Path) -> list[tuple[str, str]]:
 
 def remove_old_files(folder: Path, age: float) -> None:
     """Removes all files and subfolders that have not changed for ``age`` seconds."""
-    limit = time.time() - age
+    latest_change = time.time() - age
     old = []
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
-            if path.lstat().st_ctime <= limit:  # not mtime, which copies may keep
+            # Not ``st_mtime``: a copy may keep the modification time of the original.
+            if path.lstat().st_ctime <= latest_change:
                 old.append(path)
     for path in sorted(old, reverse=True):  # files before their folder
         with contextlib.suppress(OSError):  # a folder may have newer files
@@ -147,7 +153,8 @@ def remove_old_files(folder: Path, age: float) -> None:
 class Models:
     """The models that the page offers: those on the command line and those in the model zoo.
 
-    Models are opened at first use, and the last two of each kind stay open.
+    ``open_detector`` and ``open_run`` open a model by its display name. The two detectors and the
+    two runs that were used last stay open.
 
     Attributes:
         tasks: the task of each model by its display name, with the user's models first.
@@ -155,7 +162,7 @@ class Models:
     """
 
     def __init__(self, weights: Sequence[str] = (), *, device: str | None = None) -> None:
-        """``weights`` are files, folders of runs or model zoo names, see ``serve``."""
+        """``weights`` are files, folders of runs or model zoo names."""
         self.tasks: dict[str, str] = {}
         self.weights: dict[str, str] = {}
         self._device = device

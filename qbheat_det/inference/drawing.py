@@ -21,6 +21,7 @@ from detectron2.structures import BitMasks, Instances, PolygonMasks
 RGBImage = npt.NDArray[np.uint8]
 """(H, W, 3)."""
 Color = tuple[int, int, int]
+"""(red, green, blue), each from 0 to 255."""
 BACKGROUND: Color = (24, 26, 30)
 """The color between images, and behind headings and labels."""
 _MAX_ENLARGED_SIDE = 8192  # pixels; JPEG allows 65,500 and OpenCV 32,767
@@ -34,7 +35,10 @@ def get_class_color(index: int) -> Color:
 
 
 def draw_instances(image: RGBImage, instances: Instances, class_names: Sequence[str]) -> RGBImage:
-    """Draws boxes (``pred_boxes`` or ``gt_boxes``), masks and scores on an image (H, W, 3)."""
+    """Draws boxes with class names, and masks and scores if there are any, on a copy of an image.
+
+    ``instances`` are predictions (``pred_boxes``) or ground truth (``gt_boxes``).
+    """
     instances = instances.to("cpu")
     fields = instances.get_fields()
     prefix = "pred" if "pred_boxes" in fields else "gt"
@@ -48,7 +52,7 @@ def draw_instances(image: RGBImage, instances: Instances, class_names: Sequence[
         scores = fields["scores"].tolist()
         labels = [f"{label} {score:.2f}" for label, score in zip(labels, scores, strict=True)]
 
-    masks = fields.get(f"{prefix}_masks")
+    masks = fields.get(f"{prefix}_masks")  # becomes a tensor (n, H, W)
     if isinstance(masks, PolygonMasks):
         masks = BitMasks.from_polygon_masks(masks, *instances.image_size)
     if isinstance(masks, BitMasks):
@@ -68,13 +72,15 @@ def draw_boxes(
     *,
     min_side: int = 384,
 ) -> RGBImage:
-    """Draws boxes (n, 4) and labels. Enlarges images whose shorter side is below ``min_side``.
+    """Draws boxes (n, 4) with labels and colors on a copy of an image.
 
-    The longer side of an enlarged image is at most 8,192 pixels.
+    An image whose shorter side is below ``min_side`` is enlarged to this side, but its longer side
+    becomes at most 8,192 pixels. Boxes are in pixels of the original image.
     """
     height, width = image.shape[:2]
-    scale = min(min_side / min(height, width), _MAX_ENLARGED_SIDE / max(height, width))
-    scale = max(1.0, scale)
+    wanted_scale = min_side / min(height, width)
+    max_scale = _MAX_ENLARGED_SIDE / max(height, width)
+    scale = max(1.0, min(wanted_scale, max_scale))
     if scale > 1:
         width = round(width * scale)
         height = round(height * scale)
@@ -84,7 +90,7 @@ def draw_boxes(
     line_width = max(2, round(min(height, width) / 220))
     font = get_font(max(13, round(min(height, width) / 26)))
     corners = np.clip(np.round(boxes * scale), 0, [width - 1, height - 1, width - 1, height - 1])
-    corners[:, 2:] = np.maximum(corners[:, 2:], corners[:, :2])
+    corners[:, 2:] = np.maximum(corners[:, 2:], corners[:, :2])  # as Pillow requires
     # Large boxes first, so that small ones and their labels stay visible.
     areas = (corners[:, 2:] - corners[:, :2]).prod(axis=1)
     order = np.argsort(-areas, kind="stable").tolist()
@@ -93,11 +99,13 @@ def draw_boxes(
         # A dark rim keeps light colors visible on light backgrounds.
         pen.rectangle((x0 - 1, y0 - 1, x1 + 1, y1 + 1), outline=BACKGROUND, width=line_width + 2)
         pen.rectangle((x0, y0, x1, y1), outline=colors[i], width=line_width)
+    # All labels after all boxes, so that no box covers a label.
     for i in order:
         if not labels[i]:
             continue
         left, top = corners[i, :2].tolist()
         _, _, text_width, text_height = pen.textbbox((0, 0), labels[i], font=font)
+        # The label is above the corner of the box, and inside the image.
         left = max(0, min(left, width - text_width - 4))
         top = max(0, top - text_height - 4)
         pen.rectangle((left, top, left + text_width + 4, top + text_height + 4), fill=colors[i])

@@ -23,7 +23,9 @@ from qbheat_det.core.text import one_line
 from .images import Image, read_rgb, run_by_shape
 
 Images = npt.NDArray[np.uint8]
+"""(N, H, W, 3)."""
 Outputs = dict[str, npt.NDArray[Any]]
+"""The arrays that onnxruntime returns, by output name."""
 EXPORTED_SUFFIXES = (".onnx",)
 ENCODER = "encoder.onnx"
 HEAD_PREFIX = "head_"
@@ -36,7 +38,7 @@ Task = Literal["detection", "classification", "features"]
 METADATA_KEY = "qbheat_det"
 """Key of ``ExportInfo`` (as JSON) in ONNX's ``metadata_props``."""
 SHARED_ENCODER_KEY = f"{METADATA_KEY}_shared_encoder"
-"""Key of the encoder's hash in ``metadata_props``, in the files of a shared-encoder export."""
+"""Key of the encoder's hash in ``metadata_props``. Files of a shared-encoder export have it."""
 TASK_OUTPUTS: dict[Task, tuple[str, ...]] = {
     "detection": ("boxes", "scores", "labels", "counts"),
     "classification": ("scores",),
@@ -49,10 +51,9 @@ _FORMAT = 1
 class ExportInfo:
     """Describes the inputs and outputs of an exported file. The file stores it as metadata.
 
-    The input "images" is (N, H, W, 3), uint8, with channels in the order of ``pixel_format``. N, H
-    and W are free, unless ``image_size`` is set. If ``image_size`` is set, the input is a single
-    image of this size. The ONNX graph resizes, normalizes and pads the images. Its outputs depend
-    on ``task``:
+    The input "images" is (N, H, W, 3), uint8, with channels in the order of ``pixel_format``. If
+    ``image_size`` is set, the input is a single image of this size. Otherwise, N, H and W are free.
+    The ONNX graph resizes, normalizes and pads the images. Its outputs depend on ``task``:
 
     - "detection": "boxes" (N, R, 4), XYXY in pixels of the input image, "scores" (N, R) in [0, 1],
       in descending order, "labels" (N, R), from 0, and "counts" (N,). The first ``counts[n]`` of
@@ -78,7 +79,10 @@ class ExportInfo:
 
     @classmethod
     def from_json(cls, text: str, where: str) -> "ExportInfo":
-        """Parses untrusted JSON of ``to_json``. Errors (``UserError``) name the file ``where``."""
+        """Parses and checks JSON of ``to_json``, which may be from an untrusted file.
+
+        Raises a ``UserError``, which names the file ``where``, if the JSON is invalid.
+        """
         try:
             content = json.loads(text)
             if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
@@ -88,15 +92,22 @@ class ExportInfo:
             raise UserError(
                 f"'{where}' has no valid description of its outputs: export the weights again"
             ) from error
-        if info.outputs != TASK_OUTPUTS.get(info.task, info.outputs):
+        has_fixed_outputs = info.task in TASK_OUTPUTS
+        if has_fixed_outputs and info.outputs != TASK_OUTPUTS[info.task]:
             raise UserError(f"'{where}' does not have the outputs of its task: export it again")
         return info
 
 
 class ExportedModel:
-    """The exported file ``path``, opened for inference. ``info`` describes it."""
+    """An exported file, opened for inference.
+
+    Attributes:
+        path: the ``.onnx`` file.
+        info: the description of its inputs and outputs.
+    """
 
     def __init__(self, path: Path, info: ExportInfo, run: Callable[[Images], Outputs]) -> None:
+        """``run`` maps images to the outputs that ``info`` describes."""
         self.path = path
         self.info = info
         self._run = run
@@ -120,7 +131,8 @@ class ExportedModel:
             raise UserError(f"an exported file runs on the device cpu or cuda, not '{device}'")
         path = Path(path)
         session, info, encoder_hash = _open_session(path, device)
-        if encoder_hash:
+        is_part = bool(encoder_hash)  # the encoder or a head of a shared-encoder export
+        if is_part:
             if path.name == ENCODER:
                 raise UserError(f"'{path}' has no head: use a {HEAD_PREFIX}NAME.onnx in its folder")
             heads = SharedEncoderModel(path.parent, device=device).heads
@@ -128,7 +140,11 @@ class ExportedModel:
         names = [value.name for value in (*session.get_inputs(), *session.get_outputs())]
         if names != ["images", *info.outputs]:
             raise UserError(f"'{path}' does not have the outputs it describes: export it again")
-        return cls(path, info, lambda images: _run_session(session, {"images": images}))
+
+        def run(images: Images) -> Outputs:
+            return _run_session(session, {"images": images})
+
+        return cls(path, info, run)
 
     def __call__(self, images: Images) -> Any:
         """Runs the model on images (N, H, W, 3), uint8, in ``info.pixel_format``.
@@ -145,15 +161,19 @@ class ExportedModel:
         return _format(self.run(images), self.info, images)
 
     def run(self, images: Images) -> Outputs:
-        """Like ``__call__``, but returns the raw outputs by name, see ``ExportInfo``."""
+        """Runs the model on images (N, H, W, 3). Returns the outputs that ``ExportInfo`` describes.
+
+        Raises the errors of ``__call__``.
+        """
         contiguous = _check_images(images)
-        if self.info.image_size not in ((), images.shape[1:3]):
+        has_fixed_size = bool(self.info.image_size)
+        if has_fixed_size and images.shape[1:3] != self.info.image_size:
             height, width = self.info.image_size
             raise UserError(f"'{self.path}' takes images of {height} x {width} pixels only")
         try:
-            if not self.info.image_size or len(images) == 1:
+            if not has_fixed_size or len(images) == 1:
                 return self._run(contiguous)
-            # The graph takes a single image of this size.
+            # A graph of fixed size takes a single image.
             outputs = [self._run(image[None]) for image in contiguous]
             return {
                 name: np.concatenate([output[name] for output in outputs]) for name in outputs[0]
@@ -198,15 +218,19 @@ class SharedEncoderModel:
             raise UserError(f"'{folder}' has an {ENCODER}, but no {HEAD_PREFIX}NAME.onnx")
 
     def __call__(self, images: Images) -> dict[str, Any]:
-        """Returns the results of each head by name, see ``ExportedModel.__call__``."""
+        """Runs the encoder and all heads on images (N, H, W, 3), uint8.
+
+        Returns the results of each head by its name, in the form of ``ExportedModel.__call__``.
+        """
         features = self.encode(_check_images(images))
-        return {
-            name: _format(_run_session(session, features), self.heads[name].info, images)
-            for name, session in self._sessions.items()
-        }
+        results = {}
+        for name, session in self._sessions.items():
+            outputs = _run_session(session, features)
+            results[name] = _format(outputs, self.heads[name].info, images)
+        return results
 
     def encode(self, images: Images) -> Outputs:
-        """Returns the heads' inputs by name: the outputs of the backbone, and "sizes"."""
+        """Returns the inputs of the heads by name: the backbone's outputs, and the image sizes."""
         return _run_session(self._encoder, {"images": images})
 
     def _run(self, session: Any, images: Images) -> Outputs:
@@ -214,7 +238,7 @@ class SharedEncoderModel:
 
 
 class ExportedPredictor:
-    """Finds boxes with an exported detector, like ``BatchPredictor``."""
+    """Finds boxes with an exported detector. Has the interface of ``predict.Predictor``."""
 
     def __init__(self, model: ExportedModel) -> None:
         """Raises a ``UserError`` if the model is not a detector."""
@@ -222,15 +246,27 @@ class ExportedPredictor:
 
     def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
         """Predicts on images (H, W, 3), RGB. Images of equal size form one batch."""
-        return run_by_shape(
-            images, lambda group: self._run(np.stack(group)), lambda image: image.shape
-        )
+
+        def run(group: list[Image]) -> list[Instances]:
+            detections: list[Instances] = self._run(np.stack(group))
+            return detections
+
+        return run_by_shape(images, run, lambda image: image.shape)
 
 
 def build_exported_scorer(model: ExportedModel) -> Callable[[str | Path], npt.NDArray[Any]]:
-    """Returns a function from an image's path to its class scores, like ``build_scorer``."""
+    """Returns a function from an image's path to its class scores (K,).
+
+    Raises a ``UserError`` if the model is not a classifier.
+    """
     run = _take_rgb(model, "classification")
-    return lambda path: run(read_rgb(path)[None])[0]
+
+    def score(path: str | Path) -> npt.NDArray[Any]:
+        batch = read_rgb(path)[None]  # (1, H, W, 3)
+        scores: npt.NDArray[Any] = run(batch)  # (1, K)
+        return scores[0]
+
+    return score
 
 
 def _take_rgb(model: ExportedModel, task: Task) -> Callable[[Image], Any]:
@@ -240,14 +276,19 @@ def _take_rgb(model: ExportedModel, task: Task) -> Callable[[Image], Any]:
     """
     if model.info.task != task:
         raise UserError(f"'{model.path}' was exported for {model.info.task}, not for {task}")
-    if model.info.pixel_format == "BGR":
-        return lambda images: model(images[..., ::-1])
-    return model
+    if model.info.pixel_format == "RGB":
+        return model
+
+    def run(images: Image) -> Any:
+        return model(images[..., ::-1])  # to BGR
+
+    return run
 
 
 def to_instances(outputs: Outputs, size: tuple[int, int]) -> list[Instances]:
     """Converts a detector's outputs to one ``Instances`` per image of ``size`` (H, W)."""
     results = []
+    # The first ``count`` rows of an image are detections. The remaining rows are padding.
     for index, count in enumerate(outputs["counts"].tolist()):
         instances = Instances(size)
         instances.pred_boxes = Boxes(torch.from_numpy(outputs["boxes"][index, :count].copy()))
@@ -277,7 +318,11 @@ def _format(outputs: Outputs, info: ExportInfo, images: Images) -> Any:
 
 
 def _open_session(path: Path, device: str | None) -> tuple[Any, ExportInfo, str]:
-    """Returns an ``onnxruntime.InferenceSession``, its description and the encoder's hash."""
+    """Opens a file in onnxruntime.
+
+    Returns the ``InferenceSession``, the description in the file, and the encoder's hash if the
+    file is part of a shared-encoder export, or else "". Raises a ``UserError`` if this fails.
+    """
     try:
         import onnxruntime
     except ImportError as error:
@@ -298,6 +343,8 @@ def _open_session(path: Path, device: str | None) -> tuple[Any, ExportInfo, str]
 
 
 def _run_session(session: Any, values: Outputs) -> Outputs:
+    """Runs an ``InferenceSession`` on those of the ``values`` that it has as inputs."""
     names = [output.name for output in session.get_outputs()]
-    inputs = {value.name: values[value.name] for value in session.get_inputs()}
-    return dict(zip(names, session.run(names, inputs), strict=True))
+    inputs = {node.name: values[node.name] for node in session.get_inputs()}
+    arrays = session.run(names, inputs)
+    return dict(zip(names, arrays, strict=True))

@@ -53,11 +53,11 @@ def predict_files(
         inputs: images, videos, and folders, which are searched recursively.
         output: folder for the drawn images and videos.
         json_file: JSON file to write, with all boxes or, for a classifier, each image's classes.
-        json_format: format of the boxes in ``json_file``, see ``render_annotations``.
-        score_threshold: boxes with a lower score, in [0, 1], are left out.
+        json_format: format of the boxes in ``json_file``: COCO's results, CVAT or Label Studio.
+        score_threshold: lowest score of a box, in [0, 1].
         config_file: config of the model (YAML); by default the one inside or next to the weights.
         device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
-        fast: use the deployed form of the model, see ``MODEL.DEPLOY``.
+        fast: use the fastest equivalent form of the model (``MODEL.DEPLOY``).
         tile: side of overlapping tiles in pixels; 0 for whole images only, None as in training.
         opts: config overrides, a flat list of keys and values.
 
@@ -111,7 +111,8 @@ def open_weights(
 ) -> tuple[ExportedModel | None, CfgNode]:
     """Returns the exported model (None if the weights are not exported) and the config.
 
-    ``predict_files`` describes the arguments.
+    ``predict_files`` describes the arguments. Raises a ``UserError`` if the weights cannot be read,
+    or if arguments are given that exported weights do not allow.
     """
     if not weights.lower().endswith(EXPORTED_SUFFIXES):
         overrides = list(opts)
@@ -148,8 +149,8 @@ def predict_images(
 ) -> Predictions:
     """Predicts on images and videos, and draws the results into ``output_dir`` if it is given.
 
-    Unreadable files are skipped, and an image that cannot be drawn costs only its drawing. The ids
-    of images and frames start from 1.
+    Unreadable files are skipped. If an image cannot be drawn, its boxes are still in the results.
+    The ids of images and frames start from 1.
     """
     predictions = Predictions()
     pairs = zip(files, name_outputs(files), strict=True)
@@ -158,7 +159,7 @@ def predict_images(
         with _skip_unreadable(predictions, file):
             frames, fps = _open_file(file)
             with contextlib.ExitStack() as stack:
-                append_frame = None
+                append_frame = None  # writes a frame to the drawn video
                 if output is not None and file.is_video:
                     append_frame = stack.enter_context(open_video(output, fps))
                 for all_detections in find_boxes(predictor, frames, cfg, tile=tile):
@@ -184,7 +185,9 @@ def _save_drawing(
         detections.save(output)
     except Exception as error:  # of Pillow or OpenCV, for example for very long images
         cause = error.__cause__ if isinstance(error, UserError) else error
-        if isinstance(cause, OSError) and cause.errno is not None:  # of the folder or the disk
+        # Pillow's errors about the image have no errno, unlike errors of the folder or the disk.
+        is_disk_error = isinstance(cause, OSError) and cause.errno is not None
+        if is_disk_error:
             raise
         output.unlink(missing_ok=True)
         predictions.undrawn.append((str(file.path), one_line(cause or error)))
@@ -201,7 +204,7 @@ def _open_file(file: InputFile) -> tuple[Iterator[NamedImage], float]:
 
 @contextlib.contextmanager
 def _skip_unreadable(predictions: Predictions, file: InputFile) -> Iterator[None]:
-    """Counts the file as predicted, or records the reason why it cannot be read."""
+    """Counts the file as predicted, or records the reason if the block cannot read it."""
     try:
         yield
         predictions.num_images += 1
@@ -212,8 +215,8 @@ def _skip_unreadable(predictions: Predictions, file: InputFile) -> Iterator[None
 def name_outputs(files: Sequence[InputFile]) -> list[Path]:
     """Returns distinct relative paths of the drawn images and videos.
 
-    JPEG files stay JPEG, other images become PNG, and videos become MP4. If ``a.png`` is taken,
-    ``a.bmp`` becomes ``a-2.png``.
+    JPEG files stay JPEG, other images become PNG, and videos become MP4. If an earlier file has the
+    path ``a.png``, the next one gets ``a-2.png``.
     """
     used: set[str] = set()  # in lower case, because some file systems ignore case
     outputs = []
@@ -238,10 +241,10 @@ def name_outputs(files: Sequence[InputFile]) -> list[Path]:
 def classify_images(
     score: Callable[[str | Path], Scores], files: Sequence[InputFile], class_names: Sequence[str]
 ) -> Predictions:
-    """Classifies images with a function from paths to scores (K,). Skips unreadable files.
+    """Classifies images. Skips unreadable files and videos.
 
-    The results have the five classes with the highest scores. Without ``class_names``, the name of
-    a class is its index.
+    ``score`` returns the class scores (K,) of an image path. The results have the five classes with
+    the highest scores. If ``class_names`` is empty, the name of a class is its index.
     """
     predictions = Predictions()
     for file in tqdm(files, unit="image", desc="classifying", disable=None):

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Opens files, folders, glob patterns, videos, PIL images, arrays and tensors as images.
 
-Opened images are RGB arrays (H, W, 3), uint8. Their EXIF orientation is applied.
+Opened images are RGB arrays (H, W, 3), uint8, in the orientation that EXIF data state.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class UnreadableImage(UserError):
 
 
 class NamedImage(NamedTuple):
-    """An image, and the local file from which it can be read again, if there is one."""
+    """An image with its origin. ``file`` is the file to read it from again, or None."""
 
     image: Image
     file: Path | None
@@ -86,8 +86,8 @@ def is_collection(source: object) -> bool:
 def find_inputs(inputs: Sequence[str], exclude: Path | None = None) -> list[InputFile]:
     """Lists the input files, and all images and videos in the input folders and their subfolders.
 
-    Hidden files and those in the folder ``exclude``, such as earlier results, are left out. Raises
-    a ``UserError`` if an input does not exist, or if no image or video is found.
+    In folders, hidden files are left out, and files in the folder ``exclude``, such as earlier
+    results. Raises a ``UserError`` if an input does not exist, or if no image or video is found.
     """
     excluded = None if exclude is None else exclude.resolve()
     files: dict[Path, InputFile] = {}  # by real path, so that no file is listed twice
@@ -99,10 +99,11 @@ def find_inputs(inputs: Sequence[str], exclude: Path | None = None) -> list[Inpu
         if not root.is_dir():
             raise UserError(f"input '{name}' does not exist (config overrides must come last)")
         for path in _list_media(root):
-            # A broken or circular link is listed, so that it is reported as unreadable.
-            is_broken_link = not path.exists()
-            real_path = path if is_broken_link else path.resolve()
-            if not (path.is_file() or is_broken_link):
+            if path.is_file():
+                real_path = path.resolve()
+            elif not path.exists():
+                real_path = path  # a broken link, which is listed to be reported as unreadable
+            else:  # a folder with the name of an image
                 continue
             if excluded is not None and real_path.is_relative_to(excluded):
                 continue
@@ -145,9 +146,10 @@ def open_images(source: Picture | Sequence[Picture]) -> Iterator[NamedImage]:
             raise UserError("the list of images is empty")
         return (_open(picture, f"image {index}") for index, picture in enumerate(source))
     paths = [str(source)]
-    if not Path(str(source)).is_dir():
-        # Without a match, ``find_inputs`` raises an error that names the pattern.
-        paths = sorted(glob.glob(str(source))) or paths
+    if not Path(str(source)).is_dir():  # a pattern
+        matches = sorted(glob.glob(str(source)))
+        # If nothing matches, ``find_inputs`` gets the pattern, and names it in its error.
+        paths = matches or paths
     files = [file for file in find_inputs(paths) if not file.is_video]
     if not files:
         raise UserError(f"'{source}' has no images; pass videos one by one")
@@ -155,6 +157,7 @@ def open_images(source: Picture | Sequence[Picture]) -> Iterator[NamedImage]:
 
 
 def _open(picture: Picture, name: str) -> NamedImage:
+    """Opens one picture. ``name`` is the name of a picture that is not a file."""
     if not isinstance(picture, str | Path):
         return NamedImage(read_rgb(picture), None, name)
     if is_video(picture) or is_collection(picture):
@@ -163,6 +166,7 @@ def _open(picture: Picture, name: str) -> NamedImage:
 
 
 def _open_readable(files: Sequence[InputFile]) -> Iterator[NamedImage]:
+    """Yields the readable images, and logs a warning for each unreadable file."""
     for file in files:
         try:
             yield _open(file.path, file.name)
@@ -171,10 +175,10 @@ def _open_readable(files: Sequence[InputFile]) -> Iterator[NamedImage]:
 
 
 def read_rgb(picture: Picture) -> Image:
-    """Returns any picture as an RGB array (H, W, 3), uint8.
+    """Converts a picture to an RGB array (H, W, 3), uint8.
 
-    Detectron2's path manager opens files. Raises a ``UserError`` if a file is not a readable image,
-    or an array or tensor has a wrong shape or type.
+    Detectron2's path manager opens files, so their paths may be addresses. Raises a ``UserError``
+    if a file is not a readable image, or if an array or tensor has a wrong shape or type.
     """
     if isinstance(picture, PIL.Image.Image):
         return _to_array(picture, "the image")
@@ -199,11 +203,12 @@ def read_rgb(picture: Picture) -> Image:
 def run_by_shape(
     items: Sequence[T], run: Callable[[list[T]], Sequence[R]], key: Callable[[T], Sequence[int]]
 ) -> list[R]:
-    """Runs a function on each group of items with an equal ``key``, such as the image size.
+    """Runs a function on groups of items, and returns one result per item, in their order.
 
-    Returns one result per item, in the order of the items.
+    All items of a group have the same ``key``, such as the image size. ``run`` takes the items of a
+    group, and returns one result per item.
     """
-    groups: dict[tuple[int, ...], list[int]] = {}  # indices of the items with each key
+    groups: dict[tuple[int, ...], list[int]] = {}  # indices of the items, by key
     for index, item in enumerate(items):
         groups.setdefault(tuple(key(item)), []).append(index)
     results: dict[int, R] = {}  # by index of the item
@@ -240,17 +245,21 @@ def decode_image(
 
 
 def _to_array(image: PIL.Image.Image, name: str | Path) -> Image:
+    """Converts a PIL image. ``name`` names it in errors."""
     if image.mode.startswith("I"):  # Pillow would turn all values above 255 into white
         raise UnreadableImage(name, "grayscale of 16 bits: convert it to 8 bits first")
     return np.array(convert_PIL_to_numpy(turn_upright(image), "RGB"))
 
 
 def _from_tensor(tensor: Tensor) -> Image:
+    """Converts a tensor (3, H, W) of uint8, or of floats in [0, 1]."""
     pixels = tensor.detach().cpu()
-    if pixels.ndim != 3 or len(pixels) != 3 or not pixels.numel():
+    is_rgb = pixels.ndim == 3 and pixels.shape[0] == 3 and pixels.numel() > 0
+    if not is_rgb:
         raise UserError(f"an image is a tensor (3, H, W), not {tuple(pixels.shape)}")
     if pixels.is_floating_point():
-        if not (0 <= pixels.min() and pixels.max() <= 1):  # also refuses NaN
+        is_in_range = 0 <= pixels.min() and pixels.max() <= 1  # False for nan
+        if not is_in_range:
             raise UserError("an image of floats has values in [0, 1], RGB, not normalized")
         pixels = (pixels.float() * 255).round().to(torch.uint8)
     if pixels.dtype != torch.uint8:
@@ -259,10 +268,11 @@ def _from_tensor(tensor: Tensor) -> Image:
 
 
 def open_frames(path: Path, name: str) -> tuple[Iterator[NamedImage], float, int | None]:
-    """Opens a video with OpenCV. Raises ``UnreadableImage`` if no frame can be decoded.
+    """Opens a video with OpenCV.
 
-    Returns an iterator over the frames, the frame rate (25 if unknown), and the estimated number of
-    frames (None if unknown).
+    Returns an iterator over the frames, the frames per second (25 if unknown), and the estimated
+    number of frames (None if unknown). ``name`` is the name of each frame. Raises
+    ``UnreadableImage`` if no frame can be decoded.
     """
     capture = cv2.VideoCapture(str(path))
     is_decoded, first_frame = capture.read()
@@ -272,17 +282,20 @@ def open_frames(path: Path, name: str) -> tuple[Iterator[NamedImage], float, int
     def read_frames() -> Iterator[NamedImage]:
         frame = first_frame
         for index in itertools.count():
-            yield NamedImage(np.ascontiguousarray(frame[:, :, ::-1]), None, name, index)
+            rgb = np.ascontiguousarray(frame[:, :, ::-1])  # from BGR
+            yield NamedImage(rgb, None, name, index)
             is_decoded, frame = capture.read()
             if not is_decoded:
                 capture.release()
                 return
 
     fps = capture.get(cv2.CAP_PROP_FPS)
-    if not 0 < fps < 1000:
+    is_plausible = 0 < fps < 1000
+    if not is_plausible:
         fps = _DEFAULT_FPS
-    num_frames = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
-    return read_frames(), fps, num_frames if num_frames > 0 else None
+    frame_count = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))  # 0 or negative if unknown
+    num_frames = frame_count if frame_count > 0 else None
+    return read_frames(), fps, num_frames
 
 
 @contextlib.contextmanager
@@ -298,6 +311,7 @@ def open_video(path: Path, fps: float) -> Iterator[Callable[[Image], None]]:
     writer = cv2.VideoWriter()
 
     def append(frame: Image) -> None:
+        """Appends a frame (H, W, 3), RGB. The first one sets the size of the video."""
         if not writer.isOpened():
             height, width = frame.shape[:2]
             fourcc = cv2.VideoWriter.fourcc(*"mp4v")

@@ -49,24 +49,27 @@ from .results import Detections
 
 Scores = npt.NDArray[np.floating[Any]]
 _TILES_PER_BATCH = 8
-_TIMM = "timm://"
+_TIMM = "timm://"  # addresses of timm's weights begin with this prefix
 
 
 class Predictor(Protocol):
     """The interface of detectors in PyTorch, exported detectors, and tiled prediction."""
 
     def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
-        """Predicts on RGB images (H, W, 3) of any sizes. Returns instances on the CPU."""
+        """Predicts on RGB images (H, W, 3) of any sizes.
+
+        Returns one ``Instances`` per image on the CPU, with boxes in pixels of the image.
+        """
 
 
 class BatchPredictor(DefaultPredictor):
     """Detectron2's predictor, which can also process several images at once."""
 
     def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
-        """See ``Predictor``.
+        """Predicts on RGB images (H, W, 3) of any sizes. Returns instances on the CPU.
 
-        Images with the same size after resizing are batched, so no padding is needed. The results
-        are the same as for single images, up to rounding.
+        Only images with the same size after resizing form a batch, so no padding is needed. The
+        results are the same as for single images, up to rounding.
         """
         inputs: list[dict[str, Any]] = []
         for image in images:
@@ -87,7 +90,8 @@ def build_predictor(cfg: CfgNode) -> BatchPredictor:
     Raises a ``UserError`` if the weights cannot be read or do not match the model.
     """
     info = info_of(cfg.MODEL.WEIGHTS)
-    if info and not info.class_names and holds_backbone_alone(cfg.MODEL.WEIGHTS):
+    has_classes = info is None or bool(info.class_names)  # without ``info``, the file may have them
+    if not has_classes and holds_backbone_alone(cfg.MODEL.WEIGHTS):
         raise UserError(
             f"'{cfg.MODEL.WEIGHTS}' is an encoder, which predicts neither boxes nor classes: train "
             "a detector or a classifier on it, or write it with qbheat export --backbone"
@@ -100,9 +104,10 @@ def build_predictor(cfg: CfgNode) -> BatchPredictor:
 
 
 def build_detector(cfg: CfgNode) -> BatchPredictor:
-    """Builds a detector or classifier, in its deployed form if ``MODEL.DEPLOY.ENABLED``.
+    """Builds a detector or classifier in the fastest form for its device.
 
-    Raises a ``UserError`` if the weights are of a pre-training model, or do not fit the config.
+    If ``MODEL.DEPLOY.ENABLED``, this is the deployed form. Raises a ``UserError`` if the weights
+    are of a pre-training model, or do not fit the config.
     """
     if find_task(cfg) is PRETRAINING:
         raise UserError(
@@ -126,11 +131,19 @@ def find_boxes(
     batch_size: int = 1,
     tile: int | None = None,
 ) -> Iterator[Detections]:
-    """Yields, for each image, the boxes whose score is at least ``threshold``.
+    """Predicts on images. Yields the detections of each image.
 
-    Images are read and predicted in batches of ``batch_size``. ``cfg`` has the names and ids of the
-    classes. ``tile`` is the side of tiles in pixels; 0 uses whole images only, and None uses
-    ``INPUT.TILE``. Raises ``UnreadableImage`` if an image is too elongated.
+    Args:
+        predictor: the detector.
+        images: read in batches of ``batch_size``.
+        cfg: config of the detector, which has the names and ids of the classes.
+        threshold: lowest score of a box.
+        batch_size: number of images that the detector processes together.
+        tile: side of overlapping tiles in pixels; 0 uses whole images only, and None uses
+            ``INPUT.TILE``.
+
+    Raises:
+        UnreadableImage: an image is too elongated.
     """
     class_names = list(cfg.MODEL.CLASS_NAMES)
     category_ids = list(cfg.MODEL.CATEGORY_IDS)
@@ -157,7 +170,11 @@ def find_boxes(
 
 
 def check_elongation(image: NamedImage, cfg: CfgNode) -> None:
-    """Raises ``UnreadableImage`` if resizing would reduce the shorter side to zero pixels."""
+    """Raises ``UnreadableImage`` if the resize would reduce the shorter side to zero pixels.
+
+    This happens if the longer side is much longer, because it is resized to at most
+    ``INPUT.MAX_SIZE_TEST``.
+    """
     reason = find_elongation(image.image.shape[:2], cfg.INPUT.MAX_SIZE_TEST)
     if reason:
         raise UnreadableImage(image.name, reason)
@@ -169,7 +186,10 @@ def is_classifier(cfg: CfgNode) -> bool:
 
 
 def build_scorer(model: nn.Module, cfg: CfgNode) -> Callable[[str | Path], Scores]:
-    """Returns a function that maps an image path to class scores (K,), using ``cfg``'s mapper."""
+    """Returns a function that maps an image path to class scores (K,).
+
+    ``model`` is a classifier, and the evaluation mapper of ``cfg`` reads the image.
+    """
     mapper = build_mapper(cfg, is_train=False)
 
     @torch.no_grad()
@@ -177,7 +197,7 @@ def build_scorer(model: nn.Module, cfg: CfgNode) -> Callable[[str | Path], Score
         entry = mapper({"file_name": str(path), "image_id": 0})
         if entry is None:
             raise UnreadableImage(path, "not an image")
-        if not isinstance(entry, dict):
+        if not isinstance(entry, dict):  # a ``DataError``
             raise UnreadableImage(path, entry.reason)
         return model([entry])[0]["scores"].float().cpu().numpy()
 
@@ -187,7 +207,7 @@ def build_scorer(model: nn.Module, cfg: CfgNode) -> Callable[[str | Path], Score
 class TiledPredictor:
     """Predicts on overlapping square tiles and on the whole image, and merges the boxes.
 
-    The slicers of supervision and SAHI are not used because they predict one tile at a time.
+    The slicers of supervision and SAHI are not used because they predict tiles one by one.
     """
 
     def __init__(self, predictor: Predictor, tile: int) -> None:
@@ -197,13 +217,15 @@ class TiledPredictor:
         self._tile = tile
 
     def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
-        """See ``Predictor``."""
+        """Predicts on RGB images (H, W, 3) of any sizes. Returns instances on the CPU."""
         return [self._predict(image) for image in images]
 
     def _predict(self, image: Image) -> Instances:
+        """Predicts on one image (H, W, 3) and its tiles."""
         (whole,) = self._predictor.predict_batch([image])
-        rectangles = list_tiles(image.shape[0], image.shape[1], self._tile)
-        results: list[Instances] = []
+        image_height, image_width = image.shape[:2]
+        rectangles = list_tiles(image_height, image_width, self._tile)  # (x, y, width, height)
+        results: list[Instances] = []  # of the tiles
         for start in range(0, len(rectangles), _TILES_PER_BATCH):
             tiles = []
             for x, y, width, height in rectangles[start : start + _TILES_PER_BATCH]:
@@ -216,7 +238,7 @@ def open_encoder(name: str, device: str | None = None) -> tuple[nn.Module, CfgNo
     """Opens the backbone of a pre-trained model, a classifier, an encoder file or a timm model.
 
     Args:
-        name: a result of ``find_weights``.
+        name: a file or an address, as ``find_weights`` returns it.
         device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
 
     Raises:
@@ -225,16 +247,21 @@ def open_encoder(name: str, device: str | None = None) -> tuple[nn.Module, CfgNo
     """
     if is_timm(name):
         return _open_timm(name, device)
-    if not name.lower().endswith(EXPORTED_SUFFIXES):
-        cfg = load_run_config(name, device=device)
-        if is_encoder(name, cfg):
-            model = open_trained(name, device=device).model
-            return get_backbone(model) or model, cfg
-    raise UserError(f"'{name}' is a detector or an exported file, not an encoder")
+    refused = UserError(f"'{name}' is a detector or an exported file, not an encoder")
+    if name.lower().endswith(EXPORTED_SUFFIXES):
+        raise refused
+    cfg = load_run_config(name, device=device)
+    if not is_encoder(name, cfg):
+        raise refused
+    model = open_trained(name, device=device).model
+    return get_backbone(model) or model, cfg  # a bare backbone has no backbone in it
 
 
 def is_encoder(name: str, cfg: CfgNode) -> bool:
-    """Returns whether weights are of a backbone, a pre-training model or a classifier."""
+    """Returns whether weights are of a backbone, a pre-training model or a classifier.
+
+    ``cfg`` is their config.
+    """
     return holds_backbone_alone(name) or find_task(cfg) is not DETECTION
 
 
@@ -263,13 +290,13 @@ def _open_timm(address: str, device: str | None) -> tuple[nn.Module, CfgNode]:
 
 @torch.inference_mode()
 def encode(model: Any, cfg: CfgNode, images: Sequence[Image]) -> dict[str, Tensor]:
-    """Normalizes RGB images (H, W, 3), uint8, pads them, and runs a backbone on them.
+    """Normalizes RGB images (H, W, 3), uint8, pads them to one size, and runs a backbone on them.
 
     Returns the backbone's outputs by name: feature maps (N, C, H', W') and tokens (N, M, D).
     """
     tensors = []
     for image in images:
-        pixels = torch.from_numpy(image).to(cfg.MODEL.DEVICE).permute(2, 0, 1)
+        pixels = torch.from_numpy(image).to(cfg.MODEL.DEVICE).permute(2, 0, 1)  # (3, H, W)
         if cfg.INPUT.FORMAT == "BGR":
             pixels = pixels.flip(0)
         tensors.append(normalise_pixels(pixels, cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD))

@@ -45,8 +45,9 @@ class Detections:
     Attributes:
         instances: Detectron2's ``Instances`` on the CPU, with ``pred_boxes``, ``scores`` and
             ``pred_classes``.
-        class_names: class names of the model, indexed by ``pred_classes``.
-        category_ids: ids of the classes in the training annotations; empty if unknown.
+        class_names: class names of the model, indexed by ``pred_classes``; empty if unknown.
+        category_ids: ids in the training annotations, indexed by ``pred_classes``; empty if
+            unknown.
         source: the image (H, W, 3), uint8, RGB, or the path of its file. A file is read only when
             the image is needed, so that the results of a large folder fit in memory.
         file_name: a path, or a text such as "image 3".
@@ -69,7 +70,9 @@ class Detections:
         if self.frame is not None:
             name = f"{name}, frame {self.frame}"
         counts = Counter(self.labels).most_common()
-        contents = ", ".join(f"{count} {label}" for label, count in counts) or "nothing"
+        contents = "nothing"
+        if counts:
+            contents = ", ".join(f"{count} {label}" for label, count in counts)
         return f"Detections({name}, {width}x{height}: {contents})"
 
     def __iter__(self) -> Iterator[DetectedBox]:
@@ -101,14 +104,17 @@ class Detections:
 
     @property
     def labels(self) -> list[str]:
-        """The class name of each box."""
+        """The class name of each box, or its class index as text if names are unknown."""
         indices = self.instances.pred_classes.tolist()
         if not self.class_names:
             return [str(index) for index in indices]
         return [self.class_names[index] for index in indices]
 
     def select(self, threshold: float, classes: Sequence[str] = ()) -> "Detections":
-        """Returns the boxes with a score of at least ``threshold``, optionally of some classes."""
+        """Returns the boxes with a score of at least ``threshold``.
+
+        If ``classes`` are given, returns only boxes of classes with these names.
+        """
         keep = self.instances.scores >= threshold
         if classes:
             keep &= torch.tensor([label in classes for label in self.labels], dtype=torch.bool)
@@ -160,7 +166,8 @@ class Predictions:
             each frame has its own image id. For a classifier, one dict per image with "file_name"
             and "classes", a list of "name" and "score" in descending order of scores.
         images: for a detector, one dict per image or frame with "id", "file_name", "height" and
-            "width" in pixels, and "frame" in videos.
+            "width" in pixels. If the image is a file, "path" is its absolute path. In videos, a
+            dict also has "frame".
         num_images: number of images and videos that were predicted on.
         best_score: highest score of all boxes, including boxes below the threshold.
         skipped: (path, reason) of each unreadable file.
@@ -175,7 +182,10 @@ class Predictions:
     undrawn: list[tuple[str, str]] = field(default_factory=list)
 
     def add(self, detections: Detections, file: Path | None = None) -> None:
-        """Adds the boxes of the next image or frame, from ``file``. Image ids start from 1."""
+        """Adds the boxes of the next image or frame. Image ids start from 1.
+
+        ``file`` is the image or video file; by default ``detections.source``, if this is a path.
+        """
         image_id = len(self.images) + 1
         height, width = detections.instances.image_size
         origin: dict[str, Any] = {"file_name": detections.file_name}
@@ -196,7 +206,8 @@ def save_annotations(detections: Iterable[Detections], path: str | Path, format:
     ``render_annotations`` describes the formats.
 
     Args:
-        detections: of one detector, for each image, such as ``detector.stream("photos/")``.
+        detections: the results of a detector for each image, such as
+            ``detector.stream("photos/")``.
         path: the JSON file to write.
         format: "coco", "cvat" or "label-studio".
 
@@ -228,7 +239,7 @@ def render_annotations(
 
     Args:
         results: boxes as in ``Predictions.results``.
-        images: all images, as in ``Predictions.images``; "path" is the absolute path of a file.
+        images: all images, as in ``Predictions.images``, also those without boxes.
         class_names: class names of the model, by index.
         category_ids: ids of the classes in ``results``, by index; empty if the ids start from 1.
         format: "coco" returns ``results`` with "category_name", for COCO's evaluation. "cvat"
@@ -242,10 +253,11 @@ def render_annotations(
     """
     if format not in FORMATS:
         raise UserError(f"the format '{format}' is not one of {', '.join(FORMATS)}")
-    # Classes without a name in the config are named by their ids.
-    names = {box["category_id"]: str(box["category_id"]) for box in results}
     ids = category_ids or range(1, 1 + len(class_names))
-    names |= dict(zip(ids, class_names, strict=False))
+    known_names = dict(zip(ids, class_names, strict=False))
+    # Classes without a name in the config are named by their ids.
+    id_names = {box["category_id"]: str(box["category_id"]) for box in results}
+    names = {**id_names, **known_names}
     if format == "coco":
         return [{**box, "category_name": names[box["category_id"]]} for box in results]
     for image in images:
@@ -264,7 +276,7 @@ def render_annotations(
 def _render_dataset(
     results: Sequence[dict[str, Any]], images: Sequence[dict[str, Any]], names: dict[int, str]
 ) -> dict[str, Any]:
-    """Returns an annotation file of COCO. ``names`` has the name of each category id."""
+    """Returns the content of a COCO annotation file. ``names`` has the name of each category id."""
     files = []
     for image in images:
         files.append({key: value for key, value in image.items() if key != "path"})
@@ -290,7 +302,10 @@ def _render_dataset(
 def _render_task(
     image: dict[str, Any], boxes: Sequence[dict[str, Any]], names: dict[int, str]
 ) -> dict[str, Any]:
-    """Returns a task of Label Studio, with boxes in percent of the image's sides."""
+    """Returns a task of Label Studio for one image. Its boxes are in percent of the image's sides.
+
+    ``names`` has the name of each category id.
+    """
     image_height = image["height"]
     image_width = image["width"]
     shapes = []

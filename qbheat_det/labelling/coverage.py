@@ -5,9 +5,9 @@
 arXiv:1708.00489.
 
 Notation: N is the number of images in the pool, and D the number of features. ``vectors`` (N, D)
-have unit norm, so the squared distance of two images is 2 - 2 cos. ``taken`` has the indices of
-images with labels. A strategy returns the indices of up to ``budget`` other images, in the order
-of selection.
+have unit norm. So the squared distance of two images is 2 - 2 cos, and the farthest image is the
+one with the lowest cosine. ``labelled`` has the indices of the images with labels. A strategy
+returns the indices of up to ``budget`` unlabelled images, in the order of selection.
 """
 
 from collections.abc import Sequence
@@ -19,134 +19,152 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 from torch.nn.functional import normalize
 
-_BLOCK = 2**24  # largest number of cosines in memory at a time (64 MiB)
-_DIMENSIONS = 128
-_NO_DIFFERENCE = 0.01  # an image equals the mean if its relative distance is below this
+_BLOCK = 2**24  # largest number of cosines that are computed together (64 MiB in float32)
+_NUM_COMPONENTS = 128  # largest number of principal components
+_MEAN_DISTANCE = 0.01  # relative distance below which features count as equal to the mean
 COVERING = ("random", "k_center")
 
 
 def unit_vectors(features: Tensor) -> Tensor:
     """Centers features (N, D), projects them on principal components and scales them to norm 1.
 
-    At most 128 components are kept. The dropped components are mostly noise, and the functions in
-    this file are faster without them. All images whose features differ from the mean by less than
-    1 % get one fixed unit vector.
+    Returns vectors (N, min(D, 128)). The dropped components are mostly noise, and the functions in
+    this file are faster without them. Features that differ from the mean by less than 1 % have no
+    reliable direction. They are replaced by the unit vector (1, 0, …, 0).
     """
     features = features.float()
-    centred = features - features.mean(0)
-    is_mean = centred.norm(dim=1) < _NO_DIFFERENCE * features.norm(dim=1)
-    if features.shape[1] > _DIMENSIONS:
-        # In float32, LAPACK fails for a few images, whose covariance has many zero eigenvalues.
-        _, directions = torch.linalg.eigh((centred.T @ centred).double())  # ascending
-        centred = centred @ directions[:, -_DIMENSIONS:].float()
-    centred[is_mean] = torch.eye(1, centred.shape[1])
+    centred = features - features.mean(dim=0)
+    is_mean = centred.norm(dim=1) < _MEAN_DISTANCE * features.norm(dim=1)
+    if features.shape[1] > _NUM_COMPONENTS:
+        # In float64: with few images, the covariance has many zero eigenvalues, and LAPACK's
+        # float32 solver fails.
+        covariance = (centred.T @ centred).double()  # (D, D), times N
+        _, directions = torch.linalg.eigh(covariance)  # by ascending eigenvalue
+        centred = centred @ directions[:, -_NUM_COMPONENTS:].float()
+    centred[is_mean] = 0
+    centred[is_mean, 0] = 1
     return normalize(centred, dim=1)
 
 
 def find_duplicates(
     vectors: Tensor, features: Tensor, *, cosine: float = 0.98, raw_cosine: float = 0.99
 ) -> Tensor:
-    """Returns, for each image, the index (N,) of the first image in its group of near-duplicates.
+    """Groups near-duplicates. Returns the index (N,) of the first image in the group of each image.
 
-    An image without near-duplicates gets its own index. Two images are near-duplicates if the
-    cosine of their ``vectors`` is at least ``cosine`` and the cosine of their ``features`` (N, D),
-    which are not centred, is at least ``raw_cosine``. Frames of one video have such cosines. Groups
-    are the connected components of near-duplicate pairs.
+    Two images are near-duplicates if the cosine of their ``vectors`` is at least ``cosine``, and
+    the cosine of their ``features`` (N, D), which are not centred, is at least ``raw_cosine``.
+    Frames of one video have such cosines. If A and B are near-duplicates, and so are B and C, all
+    three are in one group. An image without near-duplicates is alone in its group.
     """
-    # Among other images, all images of one kind are far from the mean, so their vectors are alike.
-    # Among each other, images with one background have features that are alike.
+    # Each cosine alone is also high for different images. Centred vectors are similar if a few
+    # images of one scene are in a pool of other scenes, because all of them are far from the mean.
+    # Features that are not centred are similar if the images have the same background.
     raw = normalize(features.float(), dim=1)
-    first = torch.arange(len(vectors))
-    size = count_rows(vectors)
-    for start in range(0, len(vectors), size):
-        near = vectors[start : start + size] @ vectors[start:].T >= cosine  # each pair once
-        near.fill_diagonal_(False)
-        rows = near.any(1).nonzero().flatten()
-        columns = near.any(0).nonzero().flatten()
-        near = near[rows][:, columns] & (raw[start + rows] @ raw[start + columns].T >= raw_cosine)
-        row, column = near.nonzero(as_tuple=True)
-        if len(row):
-            pairs = torch.stack([rows[row], columns[column]]) + start
-            first = join_groups(first[pairs], len(first))[first]
+    first = torch.arange(len(vectors))  # each image is a group
+    num_rows = count_rows(vectors)
+    for start in range(0, len(vectors), num_rows):
+        # The columns begin at ``start``, because earlier blocks have compared earlier images.
+        is_near = vectors[start : start + num_rows] @ vectors[start:].T >= cosine
+        is_near.fill_diagonal_(False)  # an image and itself
+        # The second cosine is computed only for images that have a similar vector.
+        rows = is_near.any(dim=1).nonzero().flatten()
+        columns = is_near.any(dim=0).nonzero().flatten()
+        raw_cosines = raw[start + rows] @ raw[start + columns].T
+        is_duplicate = is_near[rows][:, columns] & (raw_cosines >= raw_cosine)
+        i, j = is_duplicate.nonzero(as_tuple=True)
+        if len(i) == 0:
+            continue
+        pairs = torch.stack([rows[i], columns[j]]) + start  # (2, P), indices of images
+        # Each pair joins the groups of its two images.
+        joined = join_groups(first[pairs], len(first))
+        first = joined[first]
     return first
 
 
 def join_groups(pairs: Tensor, count: int) -> Tensor:
-    """Returns the smallest index in the connected component of each of ``count`` indices.
+    """Returns the smallest node (``count``,) in the connected component of each node of a graph.
 
-    ``pairs`` (2, P) are the edges.
+    The nodes are 0 to ``count`` - 1, and ``pairs`` (2, P) are the edges.
     """
-    graph = coo_array((np.ones(pairs.shape[1], dtype=np.bool_), pairs.numpy()), (count, count))
-    groups = torch.from_numpy(connected_components(graph, directed=False)[1]).long()
-    smallest = torch.full((count,), count).scatter_reduce(0, groups, torch.arange(count), "amin")
-    return smallest[groups]
+    is_edge = np.ones(pairs.shape[1], dtype=np.bool_)
+    graph = coo_array((is_edge, pairs.numpy()), (count, count))
+    _, components = connected_components(graph, directed=False)
+    component_of = torch.from_numpy(components).long()  # (count,)
+    nodes = torch.arange(count)
+    smallest = torch.full((count,), count)  # by component; there are at most ``count``
+    smallest = smallest.scatter_reduce(0, component_of, nodes, "amin")
+    return smallest[component_of]
 
 
 def count_rows(vectors: Tensor) -> int:
-    """Returns the number of rows of the cosine matrix that are computed at a time."""
+    """Returns the number of rows of the cosine matrix (N, N) to compute together."""
     return max(1, _BLOCK // len(vectors))
 
 
 def cover(
-    strategy: str, vectors: Tensor, budget: int, taken: Sequence[int] = (), *, seed: int = 0
+    strategy: str, vectors: Tensor, budget: int, labelled: Sequence[int] = (), *, seed: int = 0
 ) -> list[int]:
     """Selects images with the strategy "random" or "k_center". Only "random" uses ``seed``."""
     if strategy == "random":
         order = np.random.default_rng(seed).permutation(len(vectors)).tolist()
-        with_labels = set(taken)
-        return [index for index in order if index not in with_labels][:budget]
-    return k_center(vectors, budget, taken)
+        excluded = set(labelled)
+        return [index for index in order if index not in excluded][:budget]
+    return k_center(vectors, budget, labelled)
 
 
-def k_center(vectors: Tensor, budget: int, taken: Sequence[int] = ()) -> list[int]:
-    """Repeatedly selects the image farthest from all labelled and selected images.
+def k_center(vectors: Tensor, budget: int, labelled: Sequence[int] = ()) -> list[int]:
+    """Repeatedly selects the image that is farthest from all labelled and selected images.
 
-    Without labelled images, the first selected image is the one nearest to the mean.
+    The distance from a set of images is the distance from its nearest image. Without labelled
+    images, the first selected image is the one nearest to the mean.
     """
-    # The cosine (N,) of each vector to the nearest labelled or selected one.
-    nearest = torch.full((len(vectors),), -torch.inf)
-    size = count_rows(vectors)
-    for start in range(0, len(taken), size):
-        cosines = vectors[list(taken[start : start + size])] @ vectors.T
-        nearest = torch.maximum(nearest, cosines.amax(0))
-    nearest[list(taken)] = torch.inf
+    # The cosine (N,) of each image and the nearest labelled or selected image.
+    nearest_cosine = torch.full((len(vectors),), -torch.inf)
+    num_rows = count_rows(vectors)
+    for start in range(0, len(labelled), num_rows):
+        block = list(labelled[start : start + num_rows])
+        cosines = vectors[block] @ vectors.T
+        nearest_cosine = torch.maximum(nearest_cosine, cosines.amax(dim=0))
+    nearest_cosine[list(labelled)] = torch.inf  # so that they are never the farthest image
+    num_unlabelled = len(vectors) - len(set(labelled))
     chosen: list[int] = []
-    for _ in range(min(budget, len(vectors) - len(set(taken)))):
-        if chosen or taken:
-            index = int(nearest.argmin())
+    for _ in range(min(budget, num_unlabelled)):
+        if chosen or labelled:
+            index = int(nearest_cosine.argmin())
         else:
-            index = int((vectors @ vectors.mean(0)).argmax())
+            index = int((vectors @ vectors.mean(dim=0)).argmax())
         chosen.append(index)
-        nearest = torch.maximum(nearest, vectors @ vectors[index])
-        nearest[index] = torch.inf
+        nearest_cosine = torch.maximum(nearest_cosine, vectors @ vectors[index])
+        nearest_cosine[index] = torch.inf
     return chosen
 
 
 def choose_balanced(
-    vectors: Tensor, counts: Tensor, budget: int, taken: Sequence[int] = ()
+    vectors: Tensor, counts: Tensor, budget: int, labelled: Sequence[int] = ()
 ) -> list[int]:
     """Selects images with many objects of all classes.
 
     Greedily maximizes the sum over classes of log(1 + n), where n is the number of objects of a
     class in the labelled and selected images. So an object of a rare class counts more. When no
-    other image has objects, ``k_center`` selects the remaining images.
+    unlabelled image with objects is left, ``k_center`` selects the rest of the budget.
 
     Args:
         vectors: unit vectors (N, D) of all images.
         counts: expected number of objects (N, K) of each class in each image.
         budget: number of images to select.
-        taken: indices of the images with labels.
+        labelled: indices of the images with labels.
     """
-    totals = counts[list(taken)].sum(0)
-    new_counts = counts.clone()  # 0 for the labelled and selected images
-    new_counts[list(taken)] = 0
+    totals = counts[list(labelled)].sum(dim=0)  # (K,), in the labelled and selected images
+    new_counts = counts.clone()  # (N, K), 0 for the labelled and selected images
+    new_counts[list(labelled)] = 0
     chosen: list[int] = []
     while len(chosen) < budget:
-        gains = ((totals + new_counts).log1p() - totals.log1p()).sum(1)
+        gain_per_class = (totals + new_counts).log1p() - totals.log1p()  # (N, K)
+        gains = gain_per_class.sum(dim=1)
         index = int(gains.argmax())
         if gains[index] <= 0:
             break
         chosen.append(index)
         totals = totals + counts[index]
         new_counts[index] = 0
-    return chosen + k_center(vectors, budget - len(chosen), [*taken, *chosen])
+    return chosen + k_center(vectors, budget - len(chosen), [*labelled, *chosen])

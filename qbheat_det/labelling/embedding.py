@@ -26,7 +26,13 @@ _KEYS_PER_QUERY = 500
 
 
 class Embeddings(NamedTuple):
-    """Feature vectors (N, D) of the readable files, and the reasons why the rest is unreadable."""
+    """Feature vectors of images.
+
+    Attributes:
+        files: paths of the N readable images.
+        vectors: feature vectors (N, D) of ``files``.
+        unreadable: maps the path of each unreadable file to the reason.
+    """
 
     files: list[str]
     vectors: Tensor
@@ -38,9 +44,14 @@ def embed_images(
 ) -> Embeddings:
     """Returns a feature vector per image, which is the mean of the encoder's coarsest feature map.
 
-    The encoder's input is the central square, resized as in its pre-training. Vectors are cached by
-    the path, size and modification time of the file. If a call is interrupted, at most one batch is
-    lost.
+    The encoder's input is the central square, resized as in its pre-training. Vectors are cached on
+    disk by the path, size and modification time of the file, so a call that was interrupted
+    continues with the next batch.
+
+    Args:
+        files: paths of the images.
+        encoder: weights of the encoder.
+        device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
 
     Raises:
         UserError: the weights are not of an encoder, or no image can be read.
@@ -51,14 +62,16 @@ def embed_images(
     unreadable: dict[str, str] = {}
 
     def compute(paths: Sequence[str]) -> dict[str, Vector]:
-        images = {}
+        """Returns the vectors (D,) of the readable images by path, and records the others."""
+        images = {}  # RGB (S, S, 3), by path
         for path in paths:
             entry = mapper({"file_name": path, "label": 0})
             if isinstance(entry, DataError):
                 unreadable[path] = entry.reason
                 continue
             try:
-                check_depth(path)  # the mapper scales pixels to 8 bits, but detectors do not
+                # The mapper scales 16-bit pixels to 8 bits, but detectors clip them.
+                check_depth(path)
                 images[path] = entry["image"].permute(1, 2, 0).numpy()
             except ValueError as error:
                 unreadable[path] = str(error)
@@ -68,10 +81,11 @@ def embed_images(
         vectors = feature_map.mean(dim=(2, 3)).half().cpu()
         return dict(zip(images, vectors.numpy(), strict=True))
 
-    weights = model.weights.replace("/", "_")
     if model.weights_file.is_file():
-        weights = hash_file(model.weights_file)[:16]
-    cache = get_cache_dir() / "embeddings" / f"{weights}_{model.coarsest_map}_{size}.sqlite"
+        weights_key = hash_file(model.weights_file)[:16]
+    else:
+        weights_key = model.weights.replace("/", "_")
+    cache = get_cache_dir() / "embeddings" / f"{weights_key}_{model.coarsest_map}_{size}.sqlite"
     try:
         vectors = compute_missing(cache, files, compute)
     except (OSError, sqlite3.Error) as error:
@@ -89,9 +103,13 @@ def embed_images(
 def compute_missing(
     cache: Path, files: Sequence[str], compute: Callable[[Sequence[str]], dict[str, Vector]]
 ) -> dict[str, Vector]:
-    """Returns the vectors of files by path. Missing vectors are computed and added to the cache."""
+    """Returns the vectors (D,) of files by path. Adds missing vectors to the cache.
+
+    ``compute`` returns the vectors of a batch of files by path, without unreadable files. ``cache``
+    is an SQLite file.
+    """
     keys = {path: make_key(path) for path in files}
-    cached: dict[str, Vector] = {}  # by key
+    cached: dict[str, Vector] = {}  # by cache key
     cache.parent.mkdir(parents=True, exist_ok=True)
     with closing(sqlite3.connect(cache, timeout=60)) as database:  # several processes may use it
         database.execute("CREATE TABLE IF NOT EXISTS vectors (key TEXT PRIMARY KEY, value)")

@@ -29,14 +29,14 @@ from .suspects import Labelled, Suspect, calibrate, find_suspects
 logger = logging.getLogger(__name__)
 _RECIPE = "custom/cached_retinanet_lite0_probe.yaml"
 _MOBILE_FORMER_RECIPE = "custom/cached_retinanet_285M_probe.yaml"
-_MIN_PROBABILITY = 0.1  # of listed suspects: a person looks at ten for one error
+_MIN_PROBABILITY = 0.1  # of listed suspects: a person looks at ten suspects to find an error
 _MIN_LISTED = 20
 _MAX_LISTED = 200
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The config file, its overrides and the weights of the detectors that are trained."""
+    """How to train the two detectors: config file, overrides of its keys, and initial weights."""
 
     config_file: str = _RECIPE
     opts: Sequence[str] = ()
@@ -69,29 +69,30 @@ def inspect_labels(
         max_left_out: share of images or boxes that may have faults; by default 0.1.
 
     Returns:
-        The labels, the suspects in descending order of probability, and the AP50 of each detector
-        in percent.
+        The labels, the suspects in descending order of probability, and the AP50 in percent of each
+        of the two detectors on the other half.
 
     Raises:
         UserError: the data have no boxes or fewer than 10 images, the weights are invalid, or
-            ``detectors`` has files of others.
+            ``detectors`` has other files.
     """
     labels = open_labels(data, images, max_left_out)
     folder = Path(output) / "detectors"
     replace_folders(folder)
     recipe = choose_recipe(labels, encoder, folder)
-    predictions, quality = predict_halves(labels, folder, recipe, seed, opts)
+    predictions, ap50 = predict_halves(labels, folder, recipe, seed, opts)
     annotations = labels.list_annotations()
     truth = [stack_boxes(entries) for entries in annotations]
     suspects = calibrate(find_suspects(truth, predictions), truth, predictions, seed)
     described = [describe_suspect(labels, annotations, suspect) for suspect in suspects]
-    return labels, described, quality
+    return labels, described, ap50
 
 
 def warn_of_seen_images(labels: Labels, trained: Detector | Encoder) -> None:
-    """Warns if an encoder was trained on the labels that it helps to inspect."""
+    """Logs a warning if the encoder of a model was trained on the labels to inspect."""
     weights = Path(trained.weights)
-    if not weights.is_file() or trained.cfg.MODEL.BACKBONE.FREEZE_AT >= FREEZE_ALL:
+    was_frozen = trained.cfg.MODEL.BACKBONE.FREEZE_AT >= FREEZE_ALL
+    if was_frozen or not weights.is_file():
         return
     seen = SeenImages.read(weights.parent)
     if not seen.train:
@@ -107,10 +108,10 @@ def warn_of_seen_images(labels: Labels, trained: Detector | Encoder) -> None:
 
 
 def shortlist(suspects: Sequence[LabelSuspect], most: int | None = None) -> list[LabelSuspect]:
-    """Returns the first suspects of a list in descending order of probability, for a person.
+    """Returns the most probable suspects, which a person should check.
 
     Args:
-        suspects: results of ``inspect_labels``.
+        suspects: results of ``inspect_labels``, in descending order of probability.
         most: the number of suspects. By default, those with a probability of at least 10 %, but at
             least 20 and at most 200.
     """
@@ -121,9 +122,10 @@ def shortlist(suspects: Sequence[LabelSuspect], most: int | None = None) -> list
 
 
 def choose_recipe(labels: Labels, encoder: str, folder: Path) -> Recipe:
-    """Returns the recipe of detectors on an encoder, which is written into a folder.
+    """Returns the recipe of detectors with a frozen encoder.
 
-    ``encoder`` are weights or a run, or "" for the default encoder.
+    ``encoder`` is a weights file or a run, whose encoder is written into ``folder`` without the
+    head. If it is "", the recipe has the default encoder.
     """
     if not encoder:
         return Recipe()
@@ -133,7 +135,8 @@ def choose_recipe(labels: Labels, encoder: str, folder: Path) -> Recipe:
     name = model.BACKBONE.NAME
     if name == "build_fpn_backbone":
         name = model.FPN.BOTTOM_UP
-    weights = folder / "encoder.safetensors"  # without the head, which was trained on all labels
+    # A head that was trained on the labels would repeat their errors.
+    weights = folder / "encoder.safetensors"
     trained.export_backbone(weights, overwrite=True)
     if name == "MobileFormer":
         variant = ["MODEL.MOBILE_FORMER.VARIANT", model.MOBILE_FORMER.VARIANT]
@@ -147,20 +150,27 @@ def choose_recipe(labels: Labels, encoder: str, folder: Path) -> Recipe:
 def predict_halves(
     labels: Labels, folder: Path, recipe: Recipe, seed: int, opts: Sequence[str]
 ) -> tuple[Labelled, list[float]]:
-    """Returns the predictions for each image by the detector of the other half, and both AP50."""
+    """Trains a detector on each half of the images, and predicts on the other half.
+
+    Returns the predictions for each image, and the AP50 in percent of each detector.
+    """
     file = labels.file
-    second = choose_val(group_by_rarest_class(file), fraction=0.5, seed=seed)
-    halves: list[set[str]] = [set(), set()]
+    in_second_half = choose_val(group_by_rarest_class(file), fraction=0.5, seed=seed)
+    first_half = set()  # file names
+    second_half = set()
     for index, image in enumerate(file.images):
-        halves[index in second].add(image["file_name"])
+        if index in in_second_half:
+            second_half.add(image["file_name"])
+        else:
+            first_half.add(image["file_name"])
     files = [folder / "half_1.json", folder / "half_2.json"]
-    for half, path in zip(halves, files, strict=True):
+    for half, path in zip((first_half, second_half), files, strict=True):
         content = file.keep(half)
         if not content["annotations"]:
             raise UserError(f"'{file.origin}': all boxes are in one half of the images")
         write_atomically(path, json.dumps(content).encode())
     by_image: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in file.images}
-    quality = []
+    ap50 = []
     for train, val in (files, files[::-1]):
         run = folder / f"trained_on_{train.stem}"
         flags = RunFlags(
@@ -174,19 +184,22 @@ def predict_halves(
             opts=[*recipe.opts, "SEED", str(seed), "TEST.EVAL_EPOCHS", "0.0", *opts],
         )
         _, results = train_afresh(flags)
-        quality.append(float(np.nan_to_num(results["bbox"]["AP50"])))
+        ap50.append(float(np.nan_to_num(results["bbox"]["AP50"])))  # nan without detections
         (results_file,) = run.glob("inference/*/coco_instances_results.json")
         for entry in json.loads(results_file.read_bytes()):
             by_image[entry["image_id"]].append(entry)
-    return [stack_boxes(entries) for entries in by_image.values()], quality
+    return [stack_boxes(entries) for entries in by_image.values()], ap50
 
 
 def describe_suspect(
     labels: Labels, annotations: Sequence[Sequence[dict[str, Any]]], suspect: Suspect
 ) -> LabelSuspect:
-    """Converts a suspect to a ``LabelSuspect``, with the ids and names of the data set."""
+    """Converts a suspect to a ``LabelSuspect``, with the ids and names of the data set.
+
+    ``annotations`` are those of each image, in the order of ``Labels.list_annotations``.
+    """
     image = labels.file.images[suspect.image]
-    names = dict(zip(labels.file.category_ids, labels.file.class_names, strict=True))
+    class_names = dict(zip(labels.file.category_ids, labels.file.class_names, strict=True))
     x0, y0, x1, y1 = suspect.correction
     described = LabelSuspect(
         kind=suspect.kind,
@@ -195,17 +208,22 @@ def describe_suspect(
         file_name=image["file_name"],
         annotation_id=None,
         category_id=suspect.label,
-        category=names[suspect.label],
+        category=class_names[suspect.label],
         bbox=(x0, y0, x1 - x0, y1 - y0),
     )
-    if suspect.annotation is None:
+    if suspect.annotation is None:  # a missing box
         return described
     entry = annotations[suspect.image][suspect.annotation]
-    category = names[entry["category_id"]]
-    box = tuple(entry["bbox"])
+    annotated_id = entry["category_id"]
+    annotated_category = class_names[annotated_id]
+    annotated_bbox = tuple(entry["bbox"])
     described = replace(
-        described, annotation_id=entry["id"], annotated_category=category, annotated_bbox=box
+        described,
+        annotation_id=entry["id"],
+        annotated_category=annotated_category,
+        annotated_bbox=annotated_bbox,
     )
-    if suspect.kind == "class":  # the box is not corrected
-        return replace(described, bbox=box)
-    return replace(described, category_id=entry["category_id"], category=category)
+    if suspect.kind == "class":  # only the class is corrected, so the box stays as annotated
+        return replace(described, bbox=annotated_bbox)
+    # Only the box is corrected, so the class stays as annotated.
+    return replace(described, category_id=annotated_id, category=annotated_category)

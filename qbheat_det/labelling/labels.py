@@ -44,9 +44,10 @@ class LabelSuspect:
         score: probability of the error.
         image_id, file_name: id and file name of the image.
         annotation_id: id of the suspicious annotation; None if a box is missing.
-        category_id, category: id and name of the corrected class.
-        bbox: corrected box, XYWH in pixels.
-        annotated_category, annotated_bbox: suspicious class and box; None if a box is missing.
+        category_id, category: id and name of the class after the correction.
+        bbox: box after the correction, XYWH in pixels.
+        annotated_category, annotated_bbox: class name and box (XYWH in pixels) of the suspicious
+            annotation; None if a box is missing.
     """
 
     kind: Kind
@@ -62,7 +63,7 @@ class LabelSuspect:
 
     @property
     def text(self) -> str:
-        """Returns a description of the error."""
+        """The error in words, for the page of suspects."""
         if self.kind == "missing":
             return f"a {self.category} without a box"
         if self.kind == "location":
@@ -72,24 +73,27 @@ class LabelSuspect:
 
 @dataclass(frozen=True)
 class Labels:
-    """The valid annotations of a data set's training part, and their SHA-256 (``digest``)."""
+    """The valid annotations of a data set's training part.
+
+    ``digest`` is their SHA-256, by which corrections are matched with the inspected labels.
+    """
 
     file: Annotations
     digest: str
 
     def list_annotations(self) -> list[list[dict[str, Any]]]:
-        """Returns the annotations of each image, without crowds."""
-        rows: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in self.file.images}
+        """Returns the annotations of each image, without crowds, in the order of the images."""
+        by_image: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in self.file.images}
         for entry in self.file.annotations:
             if not entry.get("iscrowd", 0):
-                rows[entry["image_id"]].append(entry)
-        return [*rows.values()]
+                by_image[entry["image_id"]].append(entry)
+        return list(by_image.values())
 
 
 def stack_boxes(entries: Sequence[dict[str, Any]]) -> ImageBoxes:
     """Converts COCO annotations or results of an image to tensors. Classes are category ids."""
     boxes = torch.tensor([entry["bbox"] for entry in entries], dtype=torch.float64).reshape(-1, 4)
-    boxes[:, 2:] += boxes[:, :2]
+    boxes[:, 2:] += boxes[:, :2]  # from XYWH to XYXY
     return ImageBoxes(
         boxes=boxes,
         classes=torch.tensor([entry["category_id"] for entry in entries], dtype=torch.long),
@@ -100,7 +104,8 @@ def stack_boxes(entries: Sequence[dict[str, Any]]) -> ImageBoxes:
 def open_labels(data: str, images: str = "", max_left_out: float | None = None) -> Labels:
     """Opens the training part of a data set with boxes, in any format of ``--data``.
 
-    ``max_left_out`` is the share of images or boxes that may have faults, see ``Account.check``.
+    ``images`` is the folder of the images, if they are not in the folder of a COCO json.
+    ``max_left_out`` is the share of images or boxes that may have faults; by default 0.1.
 
     Raises:
         UserError: the data set is invalid, or has no boxes or fewer than 10 images.
@@ -149,9 +154,9 @@ def apply_corrections(
     content = copy.deepcopy(labels.file.keep())
     entries = {entry["id"]: entry for entry in content["annotations"]}
     images_by_id = {image["id"]: image for image in content["images"]}
-    counts = {"missing": 0, "location": 0, "class": 0}
+    counts = {"missing": 0, "location": 0, "class": 0}  # of applied corrections
     applied = set()
-    corrected: dict[int, int] = {}  # number of the entry that corrects an annotation
+    corrected_by: dict[int, int] = {}  # position of the suspect, by id of the annotation
     for number, suspect in enumerate(read_corrections(corrections, labels.digest)):
         place = f"'{corrections}': suspects[{number}], image {suspect.image_id}"
         if suspect.category_id not in labels.file.category_ids:
@@ -170,7 +175,7 @@ def apply_corrections(
             continue
         applied.add(change)
         if suspect.annotation_id is not None:
-            first = corrected.setdefault(suspect.annotation_id, number)
+            first = corrected_by.setdefault(suspect.annotation_id, number)
             if first != number:
                 raise UserError(
                     f"{place}: suspects[{first}] corrects annotation {suspect.annotation_id} in "
@@ -190,7 +195,7 @@ def apply_corrections(
         elif suspect.kind == "class":
             annotation["category_id"] = suspect.category_id
         else:
-            annotation.pop("segmentation", None)
+            annotation.pop("segmentation", None)  # the mask does not fit the moved box
             annotation.update(box)
     content["annotations"] = list(entries.values())
     write_atomically(output, json.dumps(content).encode())
@@ -209,11 +214,18 @@ def check_correction(
     image: dict[str, Any] | None,
     annotation: dict[str, Any] | None,
 ) -> None:
-    """Raises a ``UserError`` if a correction does not fit its image and its annotation."""
+    """Raises a ``UserError`` if a correction does not fit its image and its annotation.
+
+    ``place`` names the correction in the message. ``image`` and ``annotation`` have the ids in
+    ``suspect``; None if the labels have no such image or annotation.
+    """
     if image is None:
         raise UserError(f"{place}: there is no such image")
     is_missing = suspect.kind == "missing"
-    if is_missing != (suspect.annotation_id is None) or min(suspect.bbox[2:]) <= 0:
+    has_annotation = suspect.annotation_id is not None
+    has_area = min(suspect.bbox[2:]) > 0
+    # A missing box has no annotation, and an error of another kind has one.
+    if is_missing == has_annotation or not has_area:
         raise UserError(f"{place}: the kind '{suspect.kind}' does not fit the annotation or box")
     if not is_missing and (annotation is None or annotation["image_id"] != suspect.image_id):
         raise UserError(f"{place}: the image has no annotation {suspect.annotation_id}")
@@ -223,7 +235,10 @@ def check_correction(
 
 
 def read_corrections(path: str | Path, digest: str) -> list[LabelSuspect]:
-    """Reads corrections. Raises a ``UserError`` if ``digest`` does not match."""
+    """Reads a file of corrections.
+
+    Raises a ``UserError`` if it is invalid, or if it was not made for labels with this ``digest``.
+    """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         file_digest = content["data"]

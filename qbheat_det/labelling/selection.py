@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Selects the images to label next from a pool of unlabelled images.
 
-Without a detector, the selection is random or covers the pool (see ``coverage``). With a detector,
-the selection consists of images with many objects of all classes. Near-duplicates are left out. The
+Without a detector, the selection is random, or its images are as different as possible. With a
+detector, it has the images with many objects of all classes. Near-duplicates are left out. The
 feature vectors of the images are cached on disk.
 """
 
@@ -49,8 +49,9 @@ class Pool:
         names: maps the paths of images without labels to their names relative to their folder.
         vectors: unit vectors (N, D) of ``files``.
         num_labelled: number of labelled images.
-        free: indices of the images that can be selected.
-        repeated: maps each image that is left out as a near-duplicate to the image it repeats.
+        free: indices in ``files`` of the images that can be selected.
+        repeated: maps the path of each near-duplicate, which is left out, to the path of the image
+            that it repeats.
         unreadable: maps the path of each unreadable image to the reason.
         account: what is used and left out of the data sets with labels.
     """
@@ -87,9 +88,10 @@ class Selection:
     _chooser: "_Chooser | None" = field(default=None, repr=False)
 
     def skip(self, path: str) -> "Selection":
-        """Returns a selection without ``path``. The strategy's next image is added at the end.
+        """Returns a selection without ``path``, and with the strategy's next image at the end.
 
-        The next image was neither selected nor skipped before. If none is left, none is added.
+        The next image was neither selected nor skipped before. If no such image is left, the
+        selection becomes smaller.
         """
         assert self._chooser
         new_files = self._chooser.choose(1, {*self.files, *self.skipped})
@@ -103,9 +105,10 @@ class Selection:
 
 
 class _Chooser:
-    """Selects images from a pool with a strategy."""
+    """Selects images from a pool with a strategy. Keeps the detector's boxes between calls."""
 
     def __init__(self, pool: Pool, strategy: Strategy, seed: int, detector: Detector | None):
+        # The labelled images, then the images that can be selected.
         rows = [*range(pool.num_labelled), *pool.free]
         self._files = [pool.files[i] for i in rows]
         self._vectors = pool.vectors[rows]
@@ -127,13 +130,13 @@ class _Chooser:
 
     def choose(self, budget: int, seen: Collection[str] = ()) -> list[str]:
         """Returns up to ``budget`` paths to label. Paths in ``seen`` count as labelled."""
-        taken = list(range(self._num_labelled))
-        taken += [i for i, path in enumerate(self._files) if path in seen]
+        labelled = list(range(self._num_labelled))
+        labelled += [i for i, path in enumerate(self._files) if path in seen]
         if self._boxes is not None:
             counts = count_objects(self._files, self._boxes)
-            chosen = choose_balanced(self._vectors, counts, budget, taken)
+            chosen = choose_balanced(self._vectors, counts, budget, labelled)
         else:
-            chosen = cover(self._strategy, self._vectors, budget, taken, seed=self._seed)
+            chosen = cover(self._strategy, self._vectors, budget, labelled, seed=self._seed)
         return [self._files[i] for i in chosen]
 
 
@@ -157,10 +160,10 @@ def select(
         budget: number of images to select.
         weights: trained detector, whose predictions decide which images are selected; None in the
             first round.
-        data: labelled images, in any format of ``--data``. These images, including their validation
-            part, and near-duplicates of them are not selected. If the images of a label
-            file are not next to it, they are searched in the folders of ``images``.
-        val: validation images, which are not selected either. The same formats as ``data``.
+        data: labelled images, in any format of ``--data``. Neither these images, including their
+            validation part, nor near-duplicates of them are selected. If the images of a label file
+            are not next to it, they are searched in the folders of ``images``.
+        val: validation images, in the same formats as ``data``. They are not selected either.
         encoder: weights of the encoder whose features are compared.
         strategy: by default "balanced" if ``weights`` are given, else "random".
         device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
@@ -186,21 +189,31 @@ def select(
         detector = load_detector(weights, device=device)
     if isinstance(images, str | Path):
         images = [images]
-    names = [str(name) for name in images]
-    sources = [str(source) for source in (data, val) if source]
-    listed = [list_labelled(source, names, max_left_out) for source in sources]
-    labelled = list(dict.fromkeys(itertools.chain(*(files for files, _ in listed))))
-    pool = open_pool(names, labelled, encoder, budget, device)
-    pool = replace(pool, account=join_accounts(account for _, account in listed))
+    inputs = [str(path) for path in images]
+    labelled: list[str] = []
+    accounts: list[Account] = []
+    for source in (data, val):
+        if source:
+            source_files, account = list_labelled(str(source), inputs, max_left_out)
+            labelled += source_files
+            accounts.append(account)
+    labelled = list(dict.fromkeys(labelled))  # ``data`` and ``val`` may share images
+    pool = open_pool(inputs, labelled, encoder, budget, device)
+    pool = replace(pool, account=join_accounts(accounts))
     chooser = _Chooser(pool, strategy, seed, detector)
     files = chooser.choose(budget)
-    classes: dict[int, str] = {}
+    class_names: dict[int, str] = {}
     if detector:
         names = detector.class_names
         ids = detector.cfg.MODEL.CATEGORY_IDS or range(1, len(names) + 1)
-        classes = dict(zip(ids, names, strict=False))
+        class_names = dict(zip(ids, names, strict=False))
     return Selection(
-        files, pool, chooser.predict(files), classes, strategy=strategy, _chooser=chooser
+        files=files,
+        pool=pool,
+        boxes=chooser.predict(files),
+        class_names=class_names,
+        strategy=strategy,
+        _chooser=chooser,
     )
 
 
@@ -217,26 +230,41 @@ def open_pool(
     budget: int,
     device: str | None,
 ) -> Pool:
-    """Computes the features of all images, and finds near-duplicates."""
-    images_found = [file for file in find_inputs(images) if not file.is_video]
+    """Computes the features of all images, and finds near-duplicates.
+
+    Args:
+        images: images and folders to select from.
+        labelled: paths of the labelled images.
+        encoder: weights of the encoder that computes the features.
+        budget: number of images to select.
+        device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
+
+    Raises:
+        UserError: fewer than ``budget`` images can be selected.
+    """
+    inputs = [file for file in find_inputs(images) if not file.is_video]
     labelled_paths = {os.path.realpath(path) for path in labelled}
-    unlabelled = {
-        str(file.path): file.name
-        for file in images_found
-        if os.path.realpath(file.path) not in labelled_paths
-    }
+    unlabelled = {}  # names by path
+    for file in inputs:
+        if os.path.realpath(file.path) not in labelled_paths:
+            unlabelled[str(file.path)] = file.name
     if budget > len(unlabelled):
         raise UserError(
-            f"--budget is {budget}, but there are {len(images_found):,} images, of which "
+            f"--budget is {budget}, but there are {len(inputs):,} images, of which "
             f"{len(unlabelled):,} have no labels"
         )
     files, features, unreadable = embed_images([*labelled, *unlabelled], encoder, device=device)
     vectors = unit_vectors(features)
-    first = find_duplicates(vectors, features).tolist()
+    first = find_duplicates(vectors, features).tolist()  # the first image of each group
     num_labelled = sum(path not in unreadable for path in labelled)
-    others = range(num_labelled, len(files))
-    free = [i for i in others if first[i] == i]
-    repeated = {files[i]: files[first[i]] for i in others if first[i] != i}
+    free = []
+    repeated = {}
+    # Labelled images come first in ``files``, so an image that repeats one of them is left out.
+    for index in range(num_labelled, len(files)):
+        if first[index] == index:
+            free.append(index)
+        else:
+            repeated[files[index]] = files[first[index]]
     if budget > len(free):
         raise UserError(
             f"--budget is {budget}, but only {len(free):,} images are left: {len(unreadable):,} "
@@ -248,14 +276,22 @@ def open_pool(
 def list_labelled(
     data: str, folders: Sequence[str] = (), max_left_out: float | None = None
 ) -> tuple[list[str], Account]:
-    """Returns the image paths of a labelled data set with its validation part, and its account.
+    """Returns the image paths of a labelled data set, and its account.
 
-    The images of a label file are searched next to it, and then in each of the ``folders``.
+    The paths include those of the validation part. If ``data`` is a label file, its images are
+    searched next to it, and then in each of the ``folders``. The place with the fewest missing
+    images is used.
+
+    Raises:
+        UserError: the data set is invalid in all places, or more than ``max_left_out`` of its
+            images or boxes have faults.
     """
-    roots = [folder for folder in folders if os.path.isdir(folder) and os.path.isfile(data)]
+    roots = [""]  # next to the label file
+    if os.path.isfile(data):
+        roots += [folder for folder in folders if os.path.isdir(folder)]
     errors: list[UserError] = []
     candidates: list[tuple[int, DataSource, Account]] = []
-    for root in ["", *roots]:
+    for root in roots:
         try:
             source = open_source(data, root)
             account = source.account or Account()
@@ -271,7 +307,9 @@ def list_labelled(
     _, source, account = min(candidates, key=lambda candidate: candidate[0])
     account.check(max_left_out)
     files: list[str] = []
-    for part in filter(None, (source.train, source.val)):
+    for part in (source.train, source.val):
+        if part is None:
+            continue
         try:
             annotations = source.annotations.get(part.part)
             register_source(_SET, part.without_labels(), annotations=annotations)
@@ -297,11 +335,13 @@ def predict_boxes(files: Sequence[str], detector: Detector) -> BoxesByPath:
 def count_objects(files: Sequence[str], boxes: BoxesByPath) -> Tensor:
     """Estimates the number of objects (N, K) of each image and each of the K classes in ``boxes``.
 
-    The estimate is the sum of the squared scores of the boxes, because many have low scores.
+    The estimate is the sum of the squared scores of the boxes. Without the square, the many boxes
+    with low scores would dominate.
     """
-    ids = sorted({box["category_id"] for box in itertools.chain(*boxes.values())})
-    counts = torch.zeros(len(files), len(ids), dtype=torch.float64)
-    for row, path in zip(counts, files, strict=True):
+    category_ids = sorted({box["category_id"] for box in itertools.chain(*boxes.values())})
+    column_of = {category_id: column for column, category_id in enumerate(category_ids)}
+    counts = torch.zeros(len(files), len(category_ids), dtype=torch.float64)
+    for row, path in enumerate(files):
         for box in boxes.get(path, ()):
-            row[ids.index(box["category_id"])] += box["score"] ** 2
+            counts[row, column_of[box["category_id"]]] += box["score"] ** 2
     return counts

@@ -39,7 +39,10 @@ _FORMATS: dict[Format, str] = {"label-studio": "label_studio.json", "cvat": "cva
 
 
 def check_selection_folder(folder: Path, *sources: str | None) -> None:
-    """Raises a ``UserError`` if a folder has files of a selection, or one of the data sources."""
+    """Raises a ``UserError`` if a folder cannot be the output folder of a selection.
+
+    It must neither have files of an earlier selection, nor contain one of the data ``sources``.
+    """
     for name in ("selected.txt", "index.html", *_FORMATS.values()):
         if (folder / name).exists():
             raise UserError(f"'{folder}' already has '{name}': choose another --output")
@@ -57,9 +60,9 @@ def write_selection(selection: Selection, folder: Path) -> list[Path]:
     check_writable(folder / "selected.txt")
     names = selection.class_names
     pool = selection.pool
-    images = []
-    results = []
-    rows = []
+    images = []  # as in ``Predictions.images``
+    results = []  # boxes in COCO's results format
+    rows = []  # of the contact sheet
     for number, path in enumerate(selection.files, start=1):
         image = open_upright(path)
         boxes = list_boxes(selection, path)
@@ -106,7 +109,10 @@ def draw_image(selection: Selection, path: str, *, side: int) -> PIL.Image.Image
 
 
 def list_boxes(selection: Selection, path: str) -> list[dict[str, Any]]:
-    """Returns the boxes of an image that are drawn and become pre-annotations."""
+    """Returns the boxes of an image with a score of at least 0.3, in COCO's results format.
+
+    They are drawn on the contact sheet, and become pre-annotations.
+    """
     return [box for box in selection.boxes.get(path, []) if box["score"] >= _MIN_SCORE]
 
 
@@ -128,8 +134,8 @@ def write_suspects(
         suspects: the suspects to list, in descending order of probability.
         folder: output folder of both files.
         command: shell command that applies the corrections, to show on the page.
-        num_found: number of suspects before some were chosen for the list, to show on the page; by
-            default, all are listed.
+        num_found: total number of suspects, of which ``suspects`` are the most probable ones; by
+            default, the number of ``suspects``. The page shows it.
     """
     content = {"data": labels.digest, "suspects": [asdict(suspect) for suspect in suspects]}
     rows = []
@@ -154,27 +160,33 @@ def write_suspects(
 
 
 def draw_suspect(path: str, suspect: LabelSuspect) -> str:
-    """Draws annotated (blue) and corrected boxes (orange) on a crop. Returns it as a data URI."""
+    """Crops the image ``path`` to a suspect, and draws the annotated and the corrected box.
+
+    The annotated box is blue, and the corrected one orange. Returns the crop as a data URI.
+    """
     drawn: ColoredBoxes = []
     if suspect.annotated_bbox:
         drawn.append((suspect.annotated_bbox, _BLUE))
-    if suspect.kind != "class":
+    if suspect.kind != "class":  # a wrong class has a correct box
         drawn.append((suspect.bbox, _ORANGE))
-    boxes = np.array([box for box, _ in drawn])
-    low = boxes[:, :2].min(0)
-    high = (boxes[:, :2] + boxes[:, 2:]).max(0)
-    margin = max(24.0, 0.75 * float((high - low).max()))
+    boxes = np.array([box for box, _ in drawn])  # (n, 4), XYWH
+    top_left = boxes[:, :2].min(axis=0)
+    bottom_right = (boxes[:, :2] + boxes[:, 2:]).max(axis=0)
+    longer_side = float((bottom_right - top_left).max())
+    margin = max(24.0, 0.75 * longer_side)
     image = open_upright(path)
-    left, top = np.maximum(low - margin, 0).astype(int).tolist()
-    right, bottom = np.minimum(high + margin + 1, image.size).astype(int).tolist()
+    left, top = np.maximum(top_left - margin, 0).astype(int).tolist()
+    right, bottom = np.minimum(bottom_right + margin + 1, image.size).astype(int).tolist()
     crop = image.crop((left, top, right, bottom))
-    moved: ColoredBoxes = [((x - left, y - top, *sides), color) for (x, y, *sides), color in drawn]
-    return encode_jpeg(draw_boxes(crop, moved, enlarge=True))
+    drawn_on_crop: ColoredBoxes = []
+    for (x, y, width, height), color in drawn:
+        drawn_on_crop.append(((x - left, y - top, width, height), color))
+    return encode_jpeg(draw_boxes(crop, drawn_on_crop, enlarge=True))
 
 
 @functools.cache
 def load_template(name: str) -> Template:
-    """Returns a template of this folder."""
+    """Returns the template ``name`` of this folder. It escapes all text."""
     loader = PackageLoader("qbheat_det.labelling", "")
     return Environment(loader=loader, autoescape=True, trim_blocks=True).get_template(name)
 
@@ -193,7 +205,8 @@ def draw_boxes(
 ) -> PIL.Image.Image:
     """Draws boxes on a copy of an image whose longer side is at most ``side`` pixels.
 
-    Smaller images keep their size, or get a longer side of ``side`` pixels if ``enlarge``.
+    Boxes are in pixels of the original image. A smaller image keeps its size, or is enlarged to a
+    longer side of ``side`` pixels if ``enlarge`` is True.
     """
     scale = side / max(image.size)
     if not enlarge:
@@ -207,7 +220,7 @@ def draw_boxes(
 
 
 def encode_jpeg(image: PIL.Image.Image) -> str:
-    """Returns an image as a data URI."""
+    """Returns an image as a data URI with a JPEG file."""
     stream = io.BytesIO()
     image.save(stream, "JPEG", quality=80)
     return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"

@@ -34,7 +34,11 @@ _CURVE = "curve.svg"
 
 @dataclass(frozen=True)
 class Point:
-    """Validation results, in percent, of a detector trained on images that a strategy selected."""
+    """Validation results of a detector that was trained on images that a strategy selected.
+
+    ``images`` and ``boxes`` are the numbers of training images and their boxes. ``ap`` and ``ap50``
+    are in percent.
+    """
 
     strategy: str
     seed: int
@@ -57,11 +61,12 @@ def simulate(
     opts: Sequence[str] = (),
     max_left_out: float | None = None,
 ) -> list[Point]:
-    """Trains a detector for each strategy, seed and number of images.
+    """Trains a detector for each strategy, seed and number of images. Returns all results.
 
     A strategy starts without labelled images and adds images up to each budget. "balanced" needs a
-    detector, so it uses "random" for the first budget. The detector is a RetinaNet head on cached
-    features of the frozen encoder. Calling the function again continues an interrupted simulation.
+    detector, so it selects random images for the first budget, and then uses the detector of the
+    budget before. The detector is a RetinaNet head on cached features of the frozen encoder.
+    Calling the function again continues an interrupted simulation.
 
     Args:
         data: data set with boxes, in any format of ``--data``.
@@ -77,9 +82,9 @@ def simulate(
 
     Raises:
         UserError: the data have no boxes or no validation part, an image cannot be read, an
-            argument is invalid, or ``output`` has files of others.
+            argument is invalid, or ``output`` has other files.
     """
-    budgets = sorted({*budgets})
+    budgets = sorted(set(budgets))
     for seed in seeds:
         check_whole("seeds", seed)
     file, evaluated = open_boxes(data, val, images, budgets, strategies)
@@ -88,25 +93,29 @@ def simulate(
     paths = [os.path.join(file.image_root, image["file_name"]) for image in file.images]
     folder = Path(output)
     settings = [file.keep(), evaluated.keep(), find_weights(encoder), *opts]
+    # Points of other data or settings cannot be continued.
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     points = read_points(folder, digest)
     run_folder = folder / "simulation"
     replace_folders(run_folder)
     flags = make_flags(file, evaluated, run_folder, encoder, opts)
     embedded = embed_images(paths, encoder)
-    for path, reason in embedded.unreadable.items():
+    if embedded.unreadable:
+        path, reason = next(iter(embedded.unreadable.items()))
         raise UserError(f"cannot read the image '{path}': {reason}")
     vectors = unit_vectors(embedded.vectors)
     for seed, strategy in itertools.product(seeds, strategies):
-        done = {
-            point.images for point in points if point.strategy == strategy and point.seed == seed
-        }
-        if done >= set(budgets):
+        done = set()  # budgets of an interrupted simulation
+        for point in points:
+            if point.strategy == strategy and point.seed == seed:
+                done.add(point.images)
+        if done.issuperset(budgets):
             continue
         chosen: list[int] = []
         run: Path | None = None
         for budget in budgets:
             chosen = add_images(strategy, paths, vectors, budget, chosen, seed, run)
+            # "balanced" is trained again, because its next images depend on the detector.
             if budget in done and strategy != BALANCED:
                 continue
             labels = file.keep({file.images[i]["file_name"] for i in chosen})
@@ -121,7 +130,10 @@ def simulate(
 def make_flags(
     file: Annotations, evaluated: Annotations, folder: Path, encoder: str, opts: Sequence[str]
 ) -> RunFlags:
-    """Writes the labels to evaluate on to a file, and returns the flags of runs, without data."""
+    """Returns the flags of all runs, without the training data.
+
+    Writes the labels to evaluate on, ``evaluated``, to a file in ``folder``.
+    """
     val = folder / "val.json"
     write_atomically(val, json.dumps(evaluated.keep()).encode())
     flags = RunFlags(
@@ -142,7 +154,8 @@ def train_on(
 ) -> tuple[Path | None, list[float]]:
     """Writes labels in COCO's format to a file, and trains on them.
 
-    Returns the folder of the run and [AP, AP50]. Without boxes, they are None and [0, 0].
+    Returns the folder of the run, and [AP, AP50] in percent. Without boxes, nothing is trained, and
+    the result is (None, [0, 0]).
     """
     if not labels["annotations"]:
         return None, [0.0, 0.0]
@@ -157,7 +170,10 @@ def train_on(
 def open_boxes(
     data: str, val: str, images: str, budgets: Sequence[int], strategies: Sequence[str]
 ) -> tuple[Annotations, Annotations]:
-    """Returns the images to select from, and the images to evaluate on."""
+    """Returns the annotations of the images to select from, and of those to evaluate on.
+
+    ``simulate`` describes the arguments. ``budgets`` are in ascending order.
+    """
     opened = open_source(data, images)
     if not opened.has_boxes or not (val or opened.val):
         raise UserError(f"'{data}' has no boxes or no validation part: add --val")
@@ -191,7 +207,7 @@ def add_images(
     seed: int,
     run: Path | None,
 ) -> list[int]:
-    """Adds indices of images to a copy of ``chosen``, up to ``budget`` indices.
+    """Returns ``chosen`` and the indices of further images, together ``budget`` indices.
 
     ``run`` is the folder of the detector that was trained on ``chosen``; None if there is none.
     """
@@ -205,9 +221,10 @@ def add_images(
 
 
 def read_points(folder: Path, digest: str) -> list[Point]:
-    """Returns the points of an interrupted simulation; none if the folder has no simulation.
+    """Returns the points of an interrupted simulation, or [] if the folder has no simulation.
 
-    Raises a ``UserError`` if it has a simulation with another ``digest``, or files of others.
+    Raises a ``UserError`` if the folder has a simulation with another ``digest``, or files that are
+    not of a simulation.
     """
     path = folder / _POINTS
     curve = folder / _CURVE

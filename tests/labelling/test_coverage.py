@@ -21,7 +21,7 @@ def make_pool(sizes, *, spread=0.05, seed=0):
 
 def test_k_center_is_the_greedy_farthest_point():
     vectors, _ = make_pool([5, 9, 3], spread=0.5)
-    chosen = coverage.k_center(vectors, 6, taken=[2])
+    chosen = coverage.k_center(vectors, 6, labelled=[2])
     have = [2]
     for index in chosen:
         distances = [min(float((vector - vectors[j]).norm()) for j in have) for vector in vectors]
@@ -64,7 +64,7 @@ def test_balanced_images_are_the_greedy_maximum_and_the_rest_is_covered():
     vectors, _ = make_pool([4, 4, 4])
     counts = torch.zeros(12, 3, dtype=torch.float64)
     counts[:5] = torch.tensor([[9, 0, 0], [9, 1, 0], [0, 0, 2], [5, 1, 0], [0, 2, 2]])
-    chosen = coverage.choose_balanced(vectors, counts, 9, taken=[0])
+    chosen = coverage.choose_balanced(vectors, counts, 9, labelled=[0])
     have = [0]
 
     def value(rows):
