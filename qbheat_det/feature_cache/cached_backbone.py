@@ -122,8 +122,8 @@ class CachedBackbone(Backbone):
         without a cache. ``model`` must have the protocol ``PreparesImages``.
         """
         assert isinstance(model, PreparesImages)  # ``check_frozen`` refuses other models
-        # Gradients are enabled as in a call of the model, although nothing is trained here. On CPUs,
-        # they change the choice of kernels, which round differently.
+        # Nothing is trained here. But on CPUs, gradients change the choice of kernels, which round
+        # differently, so gradients are enabled as in a call of the model.
         has_gradients = model.training and not keeps_backbone_in_eval(model)
         with torch.set_grad_enabled(has_gradients):
             outputs = self.encoder(*prepare_backbone_inputs(model, batch))

@@ -138,8 +138,8 @@ class CachedFeatures:
     def _cache_stream(self, title: str, stream: TrainStream, mapper: Mapper) -> CachedViews:
         """Completes the cache of a stream, and returns the mapper that reads it.
 
-        ``mapper`` is the stream's present mapper. It must be ``FixedViews`` at the first call. Later
-        it can be the result of an earlier call, and then the same views are cached again.
+        ``mapper`` is the stream's present mapper, which must be ``FixedViews`` at the first call.
+        If it is the result of an earlier call, the same views are cached again.
         """
         if isinstance(mapper, FixedViews):
             self._views[title] = mapper

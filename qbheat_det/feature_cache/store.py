@@ -111,7 +111,7 @@ class FeatureStore:
         self.num_views = num_views
         self.dtype = dtype
         self.key = key
-        # Open files by number: the metadata of the views, and a handle that maps the file to memory.
+        # Open files by number: the metadata of the views, and the handle of the mapped file.
         self._files: dict[int, tuple[dict[str, Any], Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
