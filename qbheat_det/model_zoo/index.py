@@ -88,7 +88,7 @@ class ZooEntry:
 
     @property
     def stored(self) -> "ZooEntry":
-        """This entry with the name, hash and size of the stored file, which may lack the encoder."""
+        """This entry with the name, hash and size of the stored file, maybe without the encoder."""
         if self.encoder is None:
             return self
         file = self.file.replace(".safetensors", ".part.safetensors")

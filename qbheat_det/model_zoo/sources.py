@@ -99,10 +99,11 @@ def open_trained(weights: str, *, trained: bool = True, device: str | None = Non
         UserError: the file or its config is invalid, or the tensors are not exactly the model's.
     """
     cfg = load_run_config(weights, device=device)
+    is_bare_backbone = holds_backbone_alone(weights)
     model: nn.Module
     class_names: Sequence[str]
     with refuse_bad_values(f"the config of '{weights}'"):
-        if holds_backbone_alone(weights):
+        if is_bare_backbone:
             model = build_bare_backbone(cfg)
             class_names = ()
         else:

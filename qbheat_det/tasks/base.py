@@ -46,7 +46,7 @@ class Task(ABC):
 
     @abstractmethod
     def load_test_set(self, cfg: CfgNode, dataset_name: str) -> Records:
-        """Returns the records of a test set, in the form in which the model is evaluated on them."""
+        """Returns the records on which a model is evaluated, in the order of evaluation."""
 
     @abstractmethod
     def build_evaluator(self, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
