@@ -58,7 +58,8 @@ class SafeCheckpointer(DetectionCheckpointer):
             save_dir: folder of the checkpoints.
             class_names: the model's classes, in contiguous order; empty if unknown.
             allow_partial: load the tensors that fit, even if some are missing or do not fit.
-            checkpointables: objects with ``state_dict`` and ``load_state_dict``.
+            checkpointables: other objects to save and load, such as ``trainer``. Each has the
+                methods ``state_dict`` and ``load_state_dict``.
         """
         super().__init__(model, save_dir, **checkpointables)
         self.class_names = tuple(class_names)
@@ -71,7 +72,8 @@ class SafeCheckpointer(DetectionCheckpointer):
     def save(self, name: str, **kwargs: Any) -> None:
         """Writes ``<name>.pth`` atomically, then writes the file's name to ``last_checkpoint``.
 
-        The file has the model, the checkpointables and ``kwargs``.
+        The file is a dict of the model's state ("model"), the state of each checkpointable, and
+        ``kwargs``. Only the main process writes.
         """
         if not self.save_dir or not self.save_to_disk:
             return
@@ -113,29 +115,32 @@ class SafeCheckpointer(DetectionCheckpointer):
         last = self.get_checkpoint_file()
         if last and self._read_iteration(last) is not None:
             return last
-        named = last or os.path.join(self.save_dir, "last_checkpoint")
-        problem = f"'{named}' is missing or not whole"
-        other = self._find_newest_whole()
-        if not other:
+        damaged = last or os.path.join(self.save_dir, "last_checkpoint")
+        problem = f"'{damaged}' is missing or not whole"
+        newest = self._find_newest_whole()
+        if not newest:
             raise UserError(
                 f"cannot resume: {problem}, and '{self.save_dir}' has no other whole checkpoint; a "
                 "new run starts from weights with MODEL.WEIGHTS"
             )
-        self.logger.warning("%s: resuming from the newest whole checkpoint, '%s'", problem, other)
-        return other
+        self.logger.warning("%s: resuming from the newest whole checkpoint, '%s'", problem, newest)
+        return newest
 
     def get_checkpoint_file(self) -> str:
-        """Returns the path of the file that ``last_checkpoint`` names, or ""."""
+        """Returns the path of the checkpoint whose name is in ``last_checkpoint``.
+
+        Returns "" if ``last_checkpoint`` is missing, unreadable or empty.
+        """
         try:
-            named = (Path(self.save_dir) / "last_checkpoint").read_text(encoding="utf-8").strip()
+            name = (Path(self.save_dir) / "last_checkpoint").read_text(encoding="utf-8").strip()
         except (OSError, ValueError):
             return ""
-        if not named:
+        if not name:
             return ""
-        return os.path.join(self.save_dir, os.path.basename(named))
+        return os.path.join(self.save_dir, os.path.basename(name))
 
     def _find_newest_whole(self) -> str:
-        """Returns the complete checkpoint with the highest iteration, or ""."""
+        """Returns the path of the complete checkpoint with the highest iteration, or ""."""
         if not self.save_dir:
             return ""
         iterations: dict[str, int] = {}
@@ -152,31 +157,39 @@ class SafeCheckpointer(DetectionCheckpointer):
             content = load_pytorch(path, mmap=True)
         except UserError:
             return None
-        is_run = isinstance(content, dict) and {"model", *self.checkpointables} <= content.keys()
-        if not is_run or not isinstance(content.get("iteration"), int):
+        if not isinstance(content, dict):
             return None
+        has_all_keys = {"model", *self.checkpointables} <= content.keys()
+        iteration = content.get("iteration")
+        if not has_all_keys or not isinstance(iteration, int):
+            return None
+        # ``testzip`` returns the name of the first file whose checksum is wrong, or None.
         if zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip():
             return None
-        return int(content["iteration"])
+        return iteration
 
     def _load_file_into_model(
         self, path: str, checkpointables: Collection[str] | None, *, resuming: bool
     ) -> dict[str, Any]:
+        """Loads the model and then the named checkpointables; None means all checkpointables.
+
+        Returns the other keys of the file.
+        """
         self.report = None
         self.info = None
         if not path:
             return {}
         file = read_weights_file(path)
         self._fill_model(path, file, resuming=resuming)
-        rest = dict(file.rest)
         if checkpointables is None:
             checkpointables = self.checkpointables
         for key in checkpointables:
-            if key in rest:
-                self.checkpointables[key].load_state_dict(rest.pop(key))
-        return rest
+            if key in file.rest:
+                self.checkpointables[key].load_state_dict(file.rest[key])
+        return {key: value for key, value in file.rest.items() if key not in checkpointables}
 
     def _fill_model(self, path: str, file: WeightsFile, *, resuming: bool) -> None:
+        """Checks that the tensors of a file fit, and copies them into the model."""
         model = self.model
         info = file.info or WeightsInfo()
         model_state = model.state_dict()
@@ -195,8 +208,9 @@ class SafeCheckpointer(DetectionCheckpointer):
         else:
             self._check(report)
             self._check_timm_name(path, info)
-        # Use the model's own module versions, because those of the file could convert tensors.
-        # Backbones need all of their own tensors.
+        # Tensors that the file lacks keep the model's values, since some modules refuse a state
+        # without all of their tensors. ``_metadata`` has versions of modules. Those of the model
+        # are used, because PyTorch's modules convert the tensors of older versions.
         state = OrderedDict({**model_state, **fitting})
         state._metadata = model_state._metadata  # type: ignore[attr-defined]
         model.load_state_dict(state, strict=False)
@@ -209,15 +223,22 @@ class SafeCheckpointer(DetectionCheckpointer):
         self._warn_of_other_pixels(info)
 
     def _find_skipped(self, info: WeightsInfo) -> Sequence[str]:
-        """Returns the child modules of a file that only its own pre-training objective loads."""
-        trained = info.value_of("MODEL.META_ARCHITECTURE")
-        if trained:
-            is_same = trained == type(self.model).__name__
+        """Returns the names of child modules whose tensors in the file are not loaded.
+
+        They are the parts for pre-training only, such as a decoder. If the model has the
+        architecture that was pre-trained, they are loaded too, and the result is empty.
+        """
+        trained_architecture = info.value_of("MODEL.META_ARCHITECTURE")
+        if trained_architecture:
+            is_same = trained_architecture == type(self.model).__name__
         else:
             is_same = info.pretrain_only_modules == pretrain_only_modules(self.model)
-        return () if is_same else info.pretrain_only_modules
+        if is_same:
+            return ()
+        return info.pretrain_only_modules
 
     def _check(self, report: LoadReport) -> None:
+        """Raises a ``UserError`` if the tensors of a file do not fit well enough."""
         check_complete(report, allow_partial=self.allow_partial)
 
     def _check_timm_name(self, path: str, info: WeightsInfo) -> None:
@@ -226,15 +247,16 @@ class SafeCheckpointer(DetectionCheckpointer):
         Such networks may differ in padding ("efficientnet_lite0" and "tf_efficientnet_lite0") or in
         ``eps``. The outputs would be wrong without an error.
         """
-        name = get_timm_name(self.model)
-        trained = info.timm_name
-        if path.startswith("timm://"):
-            trained = path.removeprefix("timm://").partition(".")[0]
-        if not name or not trained or name == trained:
+        model_name = get_timm_name(self.model)
+        if path.startswith("timm://"):  # such as "timm://resnet18.a1_in1k"
+            trained_name = path.removeprefix("timm://").partition(".")[0]
+        else:
+            trained_name = info.timm_name
+        if not model_name or not trained_name or model_name == trained_name:
             return
         message = (
-            f"'{path}' was trained in timm's {trained}; the tensors of {name} fit, but its "
-            f"padding or eps may differ: build timm:{trained}"
+            f"'{path}' was trained in timm's {trained_name}; the tensors of {model_name} fit, but "
+            f"its padding or eps may differ: build timm:{trained_name}"
         )
         if not self.allow_partial:
             raise UserError(f"{message} (--allow-partial loads it anyway)")
@@ -242,21 +264,22 @@ class SafeCheckpointer(DetectionCheckpointer):
 
     def _warn_of_other_pixels(self, info: WeightsInfo) -> None:
         """Warns if the weights were trained with different pixel statistics."""
-        stored = {"pixel_mean": info.pixel_mean, "pixel_std": info.pixel_std}
+        trained_statistics = {"pixel_mean": info.pixel_mean, "pixel_std": info.pixel_std}
         for name, buffer in get_pixel_statistics(self.model).items():
-            if not stored[name]:
+            trained = torch.tensor(trained_statistics[name], dtype=torch.float64)  # (C,)
+            if not len(trained):  # unknown
                 continue
-            values = buffer.detach().cpu().double().flatten()
-            expected = torch.tensor(stored[name], dtype=torch.float64)
-            if values.shape != expected.shape or not torch.allclose(values, expected, rtol=1e-4):
-                self.logger.warning(
-                    "The weights were trained with %s %s in format %s, but the model has %s: check "
-                    "INPUT.FORMAT, MODEL.PIXEL_MEAN and MODEL.PIXEL_STD",
-                    name,
-                    list(stored[name]),
-                    info.pixel_format or "unknown",
-                    values.tolist(),
-                )
+            values = buffer.detach().cpu().double().flatten()  # (C,)
+            if values.shape == trained.shape and torch.allclose(values, trained, rtol=1e-4):
+                continue
+            self.logger.warning(
+                "The weights were trained with %s %s in format %s, but the model has %s: check "
+                "INPUT.FORMAT, MODEL.PIXEL_MEAN and MODEL.PIXEL_STD",
+                name,
+                trained.tolist(),
+                info.pixel_format or "unknown",
+                values.tolist(),
+            )
 
 
 class ExactCheckpointer(SafeCheckpointer):

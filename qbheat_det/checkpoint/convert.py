@@ -1,9 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Converts weights of other projects for this package's encoders, and downloads timm's weights.
 
-``FORMATS`` has a function for each encoder. It renames the tensors of another project, and refuses
-weights of a different network. Importing this module lets Detectron2's path manager resolve
-addresses such as ``timm://resnet18.a1_in1k``. docs/architecture.md lists all sources of weights.
+``FORMATS`` maps the name of each encoder to a function that renames the tensors of another project.
+The function raises an error if the weights are of a different network.
+
+Importing this module lets Detectron2's path manager resolve addresses such as
+``timm://resnet18.a1_in1k``. docs/architecture.md lists all sources of weights.
 """
 
 import logging
@@ -19,7 +21,7 @@ from detectron2.utils.file_io import PathManager
 from iopath.common.file_io import PathHandler, get_cache_dir
 from torch import Tensor
 
-from qbheat_det.config import get_cfg
+from qbheat_det.config import get_cfg, with_values
 from qbheat_det.config.loading import check_timm_name
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_output
@@ -30,9 +32,10 @@ from .weights_file import WeightsInfo, read_weights, save_weights
 
 logger = logging.getLogger(__name__)
 _TIMM = "timm://"
-# Maps module names of the networks of Mobile-Former's authors (github.com/AAboys/MobileFormer) to
-# module names of ``MobileFormer``. Modules of blocks are listed by kind of block. Each convolution
-# "name.N" has a BatchNorm "name.N+1". "hyperN" has the two layers of a dynamic ReLU.
+# These tables map names of modules in the networks of Mobile-Former's authors
+# (github.com/AAboys/MobileFormer) to names in ``MobileFormer``. After each convolution, such as
+# "conv1.0", there is a BatchNorm whose number is higher by 1, here "conv1.1". "hyperN" is a dynamic
+# ReLU with two linear layers.
 _MF_STEM = {"tokens.weight": "tokens", "stem.0.weight": "stem.weight"}
 _MF_ATTENTION = {
     "local_global.q": "mobile_to_former.query",
@@ -48,7 +51,7 @@ _MF_ATTENTION = {
     "global_local.k": "former_to_mobile.key",
     "global_local.proj": "former_to_mobile.value",
 }
-_MF_BLOCKS = {
+_MF_BLOCKS = {  # by kind of block; the last row is the block's last convolution
     "lite": {"conv.0": "depthwise", "conv.4": "pointwise"},
     "down": {
         "conv1.0": "mobile.down",
@@ -94,8 +97,8 @@ def convert_weights(
             f"'{to}' is no encoder to convert weights for, expected one of {', '.join(FORMATS)}; "
             "timm's files load into the encoder timm:<model> without conversion"
         )
-    state, _ = read_weights(weights)
-    state = {short: state[name] for name, short in strip_wrappers((), state).items()}
+    stored, _ = read_weights(weights)
+    state = {short: stored[name] for name, short in strip_wrappers((), stored).items()}
     converted, keys = FORMATS[to](weights, state, to)
     keys["INPUT.FORMAT"] = "RGB"
     info = WeightsInfo(
@@ -109,7 +112,7 @@ def convert_weights(
 
 
 def _dump(keys: Mapping[str, Any]) -> str:
-    """Returns a config with only these keys, as YAML."""
+    """Returns a config with only these dotted keys, as YAML."""
     tree: dict[str, Any] = {"VERSION": 2}
     for key, value in keys.items():
         *parents, name = key.split(".")
@@ -121,9 +124,9 @@ def _dump(keys: Mapping[str, Any]) -> str:
 
 
 def _check_fit(weights: str, to: str, renamed: _State, network: Mapping[str, Tensor]) -> _State:
-    """Returns the tensors that fit the tensors of a network.
+    """Returns the renamed tensors of a file that a network has.
 
-    Raises a ``UserError`` if one is missing, unexpected or of another shape.
+    Raises a ``UserError`` if a tensor is missing, unexpected or of another shape.
     """
     fitting, report = fit_weights(renamed, network, file=weights)
     errors = report.find_errors(new_parts=False)
@@ -133,10 +136,8 @@ def _check_fit(weights: str, to: str, renamed: _State, network: Mapping[str, Ten
 
 
 def _build_encoder(keys: Mapping[str, Any]) -> Backbone:
-    """Builds the encoder on the meta device, as only names and shapes are needed."""
-    cfg = get_cfg()
-    cfg.merge_from_list([item for pair in keys.items() for item in pair])
-    cfg.MODEL.BACKBONE.FREEZE_AT = 0
+    """Builds the encoder on the meta device, because only names and shapes are needed."""
+    cfg = with_values(get_cfg(), {**keys, "MODEL.BACKBONE.FREEZE_AT": 0})
     with torch.device("meta"):
         return build_backbone(cfg)
 
@@ -170,15 +171,16 @@ def _convert_mobile_former(
 def _convert_efficientnet_lite(
     weights: str, state: Mapping[str, Tensor], to: str
 ) -> tuple[_State, _Keys]:
-    """Converts weights of ``efficientnet_lite_pytorch``, which have timm's order and shapes."""
+    """Converts weights of ``efficientnet_lite_pytorch``.
+
+    Its tensors have other names than timm's, but the same order and shapes.
+    """
     with torch.device("meta"):
         network = timm.create_model(to.removeprefix("timm:")).state_dict()
     # The last part of a name, such as "weight", is the same in both projects.
-    has_equal_kinds = len(state) == len(network) and all(
-        theirs.rpartition(".")[2] == ours.rpartition(".")[2]
-        for theirs, ours in zip(state, network, strict=True)
-    )
-    if "_conv_stem.weight" not in state or not has_equal_kinds:
+    their_endings = [name.rpartition(".")[2] for name in state]
+    timm_endings = [name.rpartition(".")[2] for name in network]
+    if "_conv_stem.weight" not in state or their_endings != timm_endings:
         raise UserError(f"'{weights}' contains no weights of EfficientNet-Lite for {to}")
     renamed = dict(zip(network, state.values(), strict=True))
     fitting = _check_fit(weights, to, renamed, network)
@@ -188,19 +190,20 @@ def _convert_efficientnet_lite(
         "MODEL.PIXEL_MEAN": [127.0] * 3,
         "MODEL.PIXEL_STD": [128.0] * 3,
     }
-    kept = _build_encoder(keys).state_dict()  # without the head
-    return {name: fitting[name.removeprefix("net.")] for name in kept}, keys
+    encoder_names = _build_encoder(keys).state_dict()  # without the classification head
+    encoder_state = {name: fitting[name.removeprefix("net.")] for name in encoder_names}
+    return encoder_state, keys
 
 
 def find_size(state: Mapping[str, Tensor]) -> str:
     """Returns the size ("26M" to "508M") of the network with weights of Mobile-Former's authors."""
     num_tokens = len(state["tokens.weight"])
-    expanded = len(state["classifier.conv.1.weight"])
-    if expanded == 768:
+    expanded_channels = len(state["classifier.conv.1.weight"])
+    if expanded_channels == 768:
         return "151M" if num_tokens == 6 else "96M"
     sizes = {1440: "508M", 1152: "294M", 960: "214M"}
-    if expanded in sizes:
-        return sizes[expanded]
+    if expanded_channels in sizes:
+        return sizes[expanded_channels]
     return "52M" if _count_groups(state) == 1 else "26M"
 
 
@@ -213,92 +216,127 @@ def convert_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     weights = dict(state)
     groups = _count_groups(state)
-    modules = {"stem.1": "stem.norm", **_MF_HEAD}
-    modules |= {k: v.replace("mobile_to_former", "last_bridge") for k, v in _MF_ATTENTION.items()}
+    new_names = {"stem.1": "stem.norm", **_MF_HEAD}  # by name of a module in ``state``
+    for old, new in _MF_ATTENTION.items():  # modules after the last block have no prefix
+        new_names[old] = new.replace("mobile_to_former", "last_bridge")
     channels = len(state["stem.0.weight"])
     stage = 0
-    place = 0  # of the block in its stage
-    num_blocks = 1 + max(int(n.split(".")[1]) for n in state if n.startswith("features."))
+    index_in_stage = 0
+    num_blocks = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("features."))
     for index in range(num_blocks):
         block = f"features.{index}."
-        # The last convolution of a block identifies its kind.
-        last = {kind: f"{block}{list(names)[-1]}.weight" for kind, names in _MF_BLOCKS.items()}
-        kind = next((kind for kind, name in last.items() if name in state), "")
-        if not kind:
-            raise KeyError(" or ".join(last.values()))
-        out_channels = len(state[last[kind]])
+        kind = _find_kind(state, block)
+        out_channels = len(state[_last_convolution(block, kind)])
         if kind == "down" or (kind == "lite" and out_channels != channels):
             stage += 1
-            place = 0
+            index_in_stage = 0
         if groups > 1:
             _undo_groups(weights, block, kind, channels, groups)
-        for theirs, ours in _name_modules(kind):
-            modules[f"{block}{theirs}"] = f"stages.{stage}.{place}.{ours}"
+        for old, new in _name_modules(kind):
+            new_names[f"{block}{old}"] = f"stages.{stage}.{index_in_stage}.{new}"
         channels = out_channels
-        place += 1
+        index_in_stage += 1
     if groups > 1:
-        _make_dense(weights, "classifier.conv.1", groups, shuffled_by=groups)
-    renamed = {ours: weights[theirs] for theirs, ours in _MF_STEM.items()}
+        _make_dense(weights, "classifier.conv.1", groups, shuffle_groups=groups)
+    renamed = {new: weights[old] for old, new in _MF_STEM.items()}
     for name, tensor in weights.items():
-        module, _, kind = name.rpartition(".")
-        if module in modules:
-            renamed[f"{modules[module]}.{kind}"] = tensor
+        module, _, parameter = name.rpartition(".")
+        if module in new_names:
+            renamed[f"{new_names[module]}.{parameter}"] = tensor
     return renamed
 
 
+def _find_kind(state: Mapping[str, Tensor], block: str) -> str:
+    """Returns "lite", "down" or "plain", given the prefix of a block's names."""
+    for kind in _MF_BLOCKS:
+        if _last_convolution(block, kind) in state:
+            return kind
+    raise KeyError(" or ".join(_last_convolution(block, kind) for kind in _MF_BLOCKS))
+
+
+def _last_convolution(block: str, kind: str) -> str:
+    """Returns the name of the weight of a block's last convolution, which only this kind has."""
+    last_module = list(_MF_BLOCKS[kind])[-1]
+    return f"{block}{last_module}.weight"
+
+
 def _name_modules(kind: str) -> Iterator[tuple[str, str]]:
-    """Yields pairs of names, the authors' and ours, for the modules in a kind of block."""
-    for theirs, ours in _MF_BLOCKS[kind].items():
-        if theirs.startswith("hyper"):
-            yield f"{theirs}.hyper.0", f"{ours}.squeeze"
-            yield f"{theirs}.hyper.2", f"{ours}.slopes"
+    """Yields the authors' name and our name of each module in a kind of block."""
+    for old, new in _MF_BLOCKS[kind].items():
+        if old.startswith("hyper"):
+            yield f"{old}.hyper.0", f"{new}.squeeze"
+            yield f"{old}.hyper.2", f"{new}.slopes"
         else:
-            stem, _, number = theirs.rpartition(".")
-            yield theirs, ours
-            yield f"{stem}.{int(number) + 1}", f"{ours}.norm"
+            yield old, new
+            parent, _, number = old.rpartition(".")
+            yield f"{parent}.{int(number) + 1}", f"{new}.norm"
     if kind != "lite":
         yield from _MF_ATTENTION.items()
 
 
 def _count_groups(state: Mapping[str, Tensor]) -> int:
-    hidden = state["features.0.conv.0.weight"]
-    reduce = state["features.0.conv.4.weight"]
-    return len(hidden) // reduce.shape[1]
+    """Returns the number of groups of the 1x1 convolutions; 1 in all networks but the smallest."""
+    hidden_channels = len(state["features.0.conv.0.weight"])
+    channels_per_group = state["features.0.conv.4.weight"].shape[1]
+    return hidden_channels // channels_per_group
 
 
 def _undo_groups(
     weights: dict[str, Tensor], block: str, kind: str, channels: int, groups: int
 ) -> None:
-    """Makes the 1x1 convolutions of a block dense, and reorders channels instead of shuffling."""
-    if kind == "lite":
-        _make_dense(weights, f"{block}conv.4", groups, shuffled_by=channels)
-    elif kind == "down":
-        reduced = len(weights[f"{block}conv2.0.weight"])
-        for act, conv, inputs in (("hyper1", "conv2", channels), ("hyper3", "conv4", reduced)):
-            _make_dense(weights, f"{block}{conv}.0", groups, shuffled_by=inputs)
-            for part in ("weight", "bias"):  # both slopes of each channel
-                slopes = weights[f"{block}{act}.hyper.2.{part}"].unflatten(0, (2, -1))
-                order = _shuffle(slopes.shape[1], inputs)
-                weights[f"{block}{act}.hyper.2.{part}"] = slopes[:, order.argsort()].flatten(0, 1)
-    else:
-        for conv in ("conv1", "conv3"):
-            _make_dense(weights, f"{block}{conv}.0", groups)
-            order = _shuffle(len(weights[f"{block}{conv}.0.weight"]), groups)
+    """Makes the 1x1 convolutions of a block dense, and removes its channel shuffles, in place.
+
+    Args:
+        weights: the tensors of the network.
+        block: prefix of the block's names.
+        kind: "lite", "down" or "plain".
+        channels: number of the block's input channels.
+        groups: number of groups of the 1x1 convolutions.
+    """
+    if kind == "lite":  # depthwise convolution, shuffle, 1x1 convolution
+        _make_dense(weights, f"{block}conv.4", groups, shuffle_groups=channels)
+    elif kind == "down":  # twice: depthwise convolution, shuffle, dynamic ReLU, 1x1 convolution
+        reduced_channels = len(weights[f"{block}conv2.0.weight"])
+        _make_dense(weights, f"{block}conv2.0", groups, shuffle_groups=channels)
+        _unshuffle_slopes(weights, f"{block}hyper1.hyper.2", channels)
+        _make_dense(weights, f"{block}conv4.0", groups, shuffle_groups=reduced_channels)
+        _unshuffle_slopes(weights, f"{block}hyper3.hyper.2", reduced_channels)
+    else:  # 1x1 convolutions before and after a depthwise convolution, each with a shuffle after it
+        for convolution in ("conv1", "conv3"):
+            _make_dense(weights, f"{block}{convolution}.0", groups, shuffle_groups=1)
+            # Compute the outputs of the convolution and its BatchNorm in the shuffled order.
+            order = _shuffle(len(weights[f"{block}{convolution}.0.weight"]), groups)
             for name, tensor in list(weights.items()):
-                if name.startswith(f"{block}{conv}.") and tensor.dim():
+                has_channels = tensor.dim() > 0  # BatchNorm's counter has none
+                if name.startswith(f"{block}{convolution}.") and has_channels:
                     weights[name] = tensor[order]
 
 
-def _make_dense(weights: dict[str, Tensor], name: str, groups: int, shuffled_by: int = 1) -> None:
-    """Makes a grouped 1x1 convolution dense. Its input has the channels before the shuffle."""
-    blocks = weights[f"{name}.weight"][:, :, 0, 0].chunk(groups)
-    dense = torch.block_diag(*blocks)
-    order = _shuffle(dense.shape[1], shuffled_by)
+def _make_dense(weights: dict[str, Tensor], name: str, groups: int, *, shuffle_groups: int) -> None:
+    """Makes a grouped 1x1 convolution dense, and includes the shuffle of its input, in place.
+
+    ``shuffle_groups`` is the number of groups of the shuffle before the convolution; 1 if there is
+    none. The new convolution takes the channels in the order before the shuffle.
+    """
+    blocks = weights[f"{name}.weight"][:, :, 0, 0].chunk(groups)  # of (C_out / G, C_in / G)
+    dense = torch.block_diag(*blocks)  # (C_out, C_in)
+    order = _shuffle(dense.shape[1], shuffle_groups)
     weights[f"{name}.weight"] = dense[:, order.argsort(), None, None].contiguous()
 
 
+def _unshuffle_slopes(weights: dict[str, Tensor], name: str, shuffle_groups: int) -> None:
+    """Reorders the outputs of a dynamic ReLU's last layer to the channels before the shuffle."""
+    for parameter in ("weight", "bias"):
+        slopes = weights[f"{name}.{parameter}"].unflatten(0, (2, -1))  # (2, C, …): 2 slopes each
+        order = _shuffle(slopes.shape[1], shuffle_groups)
+        weights[f"{name}.{parameter}"] = slopes[:, order.argsort()].flatten(0, 1)
+
+
 def _shuffle(channels: int, groups: int) -> Tensor:
-    """Returns (channels,): for each output position, the channel that a shuffle moves there."""
+    """Returns (channels,): for each output position, the channel that a shuffle moves there.
+
+    A shuffle arranges the channels as a matrix (groups, channels / groups) and transposes it.
+    """
     return torch.arange(channels).view(groups, -1).t().flatten()
 
 
@@ -306,8 +344,10 @@ FORMATS: dict[str, Callable[[str, Mapping[str, Tensor], str], tuple[_State, _Key
     "MobileFormer": _convert_mobile_former,
     **{f"timm:tf_efficientnet_lite{number}": _convert_efficientnet_lite for number in range(5)},
 }
-"""Maps encoders to functions that take the name of a file (for messages), its tensors and the
-encoder's name. They return the encoder's tensors, and the config keys that build the encoder."""
+"""Maps the name of an encoder to the function that converts weights for it.
+
+A function takes the path of a file (for messages), the file's tensors, and the name of the encoder.
+It returns the encoder's tensors, and the values of the config keys that build the encoder."""
 
 
 class TimmWeights(PathHandler):
@@ -329,11 +369,9 @@ class TimmWeights(PathHandler):
         folder = Path(get_cache_dir()) / "timm"
         file = folder / f"{name}.safetensors"
         try:
-            published = timm.get_pretrained_cfg(name)  # the default tag if the name has none
-            tag = ""
-            if published:
-                tag = published.tag
-            file = folder / f"{model_name}.{tag}.safetensors"
+            published = timm.get_pretrained_cfg(name)  # with the default tag if the name has none
+            published_tag = published.tag if published else ""
+            file = folder / f"{model_name}.{published_tag}.safetensors"
             if file.is_file() and not force:
                 return str(file)
             logger.info("Downloading timm's weights '%s' to '%s'", name, file)

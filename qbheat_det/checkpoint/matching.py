@@ -28,17 +28,22 @@ _AVERAGED_MODEL_COUNTER = "n_averaged"
 _OPTIONAL = ("num_batches_tracked", "loss_normalizer", "pixel_mean", "pixel_std")
 _OLD_ANCHORS = "anchor_generator.cell_anchors"
 _UNNAMED = "the file does not name its classes: their rows are taken in order where the number fits"
+_PrefixChange = tuple[str, str]
+"""The prefix of a name in the file, and the prefix that replaces it."""
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Order of a layer's rows: (anchors, K, per_class), then ``trailing`` rows without a class."""
+    """The order of the rows (output channels) of a layer that predicts K classes.
 
-    path: str  # pattern of the layer's path, or of its end
-    per_class: int = 1
-    trailing: int = 0
-    has_anchors: bool = False
-    class_agnostic: bool = False  # the config may choose one set of rows for all classes
+    The rows are anchors x K x ``per_class``, followed by ``trailing`` rows.
+    """
+
+    path: str  # regular expression for the end of the layer's path
+    per_class: int = 1  # rows per class
+    trailing: int = 0  # rows for "no object" or background
+    has_anchors: bool = False  # False: 1 anchor
+    class_agnostic: bool = False  # whether a config can share the rows of one class for all
 
 
 _LAYOUTS = (
@@ -76,7 +81,8 @@ def fit_weights(
         classes: class names of the model, in contiguous order; empty if unknown.
         optional_modules: paths of modules that the model's config disables.
         skip: names of child modules whose tensors in the file are not loaded.
-        private: see ``match_names``.
+        private: names of child modules of the model, such as a copy of the backbone, that a bare
+            backbone in the file is not loaded into.
 
     Returns:
         The tensors that fit, by their names in the model, and a report.
@@ -84,19 +90,19 @@ def fit_weights(
     Raises:
         UserError: a tensor contains NaN or infinity, or the names fit several parts of the model.
     """
-    # With a dot at the end, a child that is itself a parameter begins with its own prefix.
-    dotted = [f"{key}." for key in stored]
-    skipped = tuple(c for c in skip if any(key.startswith(f"{c}.") for key in dotted))
-    skipped_prefixes = tuple(f"{child}." for child in skipped)
-    stored = {k: t for k, t in stored.items() if not f"{k}.".startswith(skipped_prefixes)}
+    skipped = tuple(child for child in skip if any(_is_inside(name, child) for name in stored))
+    loaded: dict[str, Tensor] = {}
     for name, tensor in stored.items():
+        if not any(_is_inside(name, child) for child in skipped):
+            loaded[name] = tensor
+    for name, tensor in loaded.items():
         if not torch.isfinite(tensor).all():
             raise UserError(
                 f"'{file}': '{name}' contains NaN or infinity, as after a run that diverged"
             )
     change = compare_classes(old_classes, classes, file=file)
-    names = match_names(model_state, stored, file=file, private=private)
-    renamed = {name: stored[key] for key, name in names.items()}
+    names = match_names(model_state, loaded, file=file, private=private)
+    renamed = {name: loaded[key] for key, name in names.items()}
     fitting, groups = _fill(model_state, renamed, change)
     unexpected: list[str] = []
     unused: list[str] = []
@@ -109,7 +115,7 @@ def fit_weights(
         else:
             unexpected.append(key)
     has_classes = any(_find_layout(name) for name in names.values() if name in model_state)
-    is_unnamed = has_classes and classes and not old_classes
+    lacks_class_names = has_classes and classes and not old_classes
     return fitting, LoadReport(
         file=file,
         num_stored=len(names),
@@ -118,8 +124,13 @@ def fit_weights(
         unused=tuple(unused),
         skipped=skipped,
         class_change=change if has_classes else None,
-        note=_UNNAMED if is_unnamed else "",
+        note=_UNNAMED if lacks_class_names else "",
     )
+
+
+def _is_inside(name: str, module: str) -> bool:
+    """Whether a tensor belongs to a module, or is itself a parameter with this name."""
+    return name == module or name.startswith(f"{module}.")
 
 
 def match_names(
@@ -129,31 +140,41 @@ def match_names(
     file: str,
     private: Collection[str] = (),
 ) -> dict[str, str]:
-    """Maps each tensor name in a file to a name that the model may have.
+    """Maps each tensor name in a file to the name that it has in the model.
 
-    A prefix such as "backbone." is added or removed if the names then match. Prefixes of the child
-    modules in ``private``, such as a copy of the backbone, are never added. Raises a ``UserError``
-    if a file fits two parts of the model.
+    All names get the same change of prefix, for example "stem.weight" becomes
+    "backbone.stem.weight". The change with the most names of the model is used. Names that the
+    model does not have are also in the result.
+
+    Args:
+        model_names: names of the model's tensors.
+        file_names: names of the tensors in the file.
+        file: path of the file, for messages.
+        private: names of child modules whose prefix is never added, such as a copy of the backbone.
+
+    Raises:
+        UserError: all names fit two or more parts of the model.
     """
     model = set(model_names)
     short = strip_wrappers(model, [name for name in file_names if name != _AVERAGED_MODEL_COUNTER])
     names = set(short.values())
     public = [name for name in model if name.partition(".")[0] not in private]
-    added = _longest_agreement(public, names)
-    removed = _longest_agreement(names, model)
-    if len(added) > 1:
-        whole = [p for p in added if _num_matched(("", p), model, names) == len(names)]
-        if len(whole) > 1:
-            parts = ", ".join(whole)
+    added_prefixes = _find_extra_prefixes(public, names)
+    removed_prefixes = _find_extra_prefixes(names, model)
+    if len(added_prefixes) > 1:
+        # Several parts of the model have modules with the same names. Only a part that has all
+        # names of the file can be meant.
+        num_names = len(names)
+        fitting_all = [
+            p for p in added_prefixes if _num_matched(("", p), model, names) == num_names
+        ]
+        if len(fitting_all) > 1:
+            parts = ", ".join(fitting_all)
             raise UserError(f"'{file}' fits in more than one part of the model ({parts})")
-        added = whole  # if several parts agree only partially, no prefix is added
-    changes = [
-        ("", ""),
-        (BACKBONE, BELOW_FPN),
-        (BELOW_FPN, BACKBONE),
-        *(("", prefix) for prefix in added),
-        *((prefix, "") for prefix in removed),
-    ]
+        added_prefixes = fitting_all
+    changes: list[_PrefixChange] = [("", ""), (BACKBONE, BELOW_FPN), (BELOW_FPN, BACKBONE)]
+    changes += [("", prefix) for prefix in added_prefixes]
+    changes += [(prefix, "") for prefix in removed_prefixes]
     best = max(changes, key=lambda change: _num_matched(change, model, names))
     return {name: _change_prefix(best, value) for name, value in short.items()}
 
@@ -161,13 +182,18 @@ def match_names(
 def bare_backbone(names: Collection[str]) -> dict[str, str]:
     """Maps the names of a backbone's tensors in a file to names without the backbone's prefix.
 
-    Of a feature pyramid, only the bottom-up network is used. Returns {} if there is no backbone.
+    For example, "backbone.stem.weight" is mapped to "stem.weight". If the backbone is a feature
+    pyramid, the result has only the tensors of its bottom-up network. Returns {} if no name has the
+    prefix of a backbone.
     """
     short = strip_wrappers((), names)
     for prefix in (BELOW_FPN, BACKBONE):
-        inside = {n: v.removeprefix(prefix) for n, v in short.items() if v.startswith(prefix)}
-        if inside:
-            return inside
+        bare_names = {}
+        for name, value in short.items():
+            if value.startswith(prefix):
+                bare_names[name] = value.removeprefix(prefix)
+        if bare_names:
+            return bare_names
     return {}
 
 
@@ -179,11 +205,18 @@ def is_optional(name: str) -> bool:
 def _fill(
     model_state: Mapping[str, Tensor], stored: Mapping[str, Tensor], change: ClassChange | None
 ) -> tuple[dict[str, Tensor], dict[str, GroupReport]]:
-    group_of = _find_groups(model_state)
-    groups = {group: GroupReport() for group in group_of.values()}
+    """Returns the tensors of a file that fit, and a report for each part of the model.
+
+    Args:
+        model_state: the model's initial tensors, by name.
+        stored: the tensors in the file, by their names in the model.
+        change: how the classes differ; None if they are equal or unknown.
+    """
+    group_names = _find_groups(model_state)
+    groups = {group_name: GroupReport() for group_name in group_names.values()}
     fitting: dict[str, Tensor] = {}
     for name, fresh in model_state.items():
-        group = groups[group_of[name]]
+        group = groups[group_names[name]]
         tensor = stored.get(name)
         if tensor is None:
             if not is_optional(name):
@@ -204,7 +237,11 @@ def _fill(
 
 
 def _find_groups(names: Collection[str]) -> dict[str, str]:
-    """Maps each tensor to its child module; a feature pyramid is split in "fpn" and "backbone"."""
+    """Maps the name of each tensor to the part of the model that reports count it in.
+
+    Parts are child modules. If the backbone is a feature pyramid, "backbone" is its bottom-up
+    network, and "fpn" its other modules.
+    """
     has_pyramid = any(name.startswith(BELOW_FPN) for name in names)
     groups: dict[str, str] = {}
     for name in names:
@@ -226,35 +263,41 @@ def strip_wrappers(model: Collection[str], names: Collection[str]) -> dict[str, 
     short = {name: name for name in names}
     for _ in _WRAPPERS:  # wrappers may be nested in any order
         for wrapper in _WRAPPERS:
-            is_of_model = any(name.startswith(wrapper) for name in model)
-            is_of_file = all(name.startswith(wrapper) for name in short.values())
-            if is_of_file and not is_of_model:
+            is_in_model = any(name.startswith(wrapper) for name in model)
+            is_in_whole_file = all(name.startswith(wrapper) for name in short.values())
+            if is_in_whole_file and not is_in_model:
                 short = {name: value.removeprefix(wrapper) for name, value in short.items()}
     return short
 
 
-def _longest_agreement(longer: Collection[str], shorter: Collection[str]) -> list[str]:
-    """Returns the most frequent prefixes whose removal maps ``longer`` to ``shorter`` names."""
+def _find_extra_prefixes(longer: Collection[str], shorter: Collection[str]) -> list[str]:
+    """Returns the prefix that most names in ``longer`` have in addition to a name in ``shorter``.
+
+    If several prefixes are equally frequent, returns all of them, sorted.
+    """
     counts: Counter[str] = Counter()
     for name in longer:
         parts = name.split(".")
         for index in range(1, len(parts)):
-            if ".".join(parts[index:]) in shorter:
-                counts[".".join(parts[:index]) + "."] += 1
-    most = max(counts.values(), default=0)
-    return sorted(prefix for prefix, count in counts.items() if count == most)
+            rest = ".".join(parts[index:])
+            if rest in shorter:
+                prefix = ".".join(parts[:index]) + "."
+                counts[prefix] += 1
+    highest_count = max(counts.values(), default=0)
+    return sorted(prefix for prefix, count in counts.items() if count == highest_count)
 
 
-def _change_prefix(change: tuple[str, str], name: str) -> str:
+def _change_prefix(change: _PrefixChange, name: str) -> str:
     old, new = change
     if not name.startswith(old):
         return name
     return new + name.removeprefix(old)
 
 
-def _num_matched(change: tuple[str, str], model: Collection[str], names: Collection[str]) -> int:
+def _num_matched(change: _PrefixChange, model: Collection[str], names: Collection[str]) -> int:
+    """Returns the number of changed names that the model has; -1 if two names become equal."""
     changed = [_change_prefix(change, name) for name in names]
-    if len(set(changed)) < len(changed):  # two tensors would get one name
+    if len(set(changed)) < len(changed):
         return -1
     return sum(name in model for name in changed)
 
@@ -277,27 +320,36 @@ def compare_classes(old: Sequence[str], now: Sequence[str], *, file: str) -> Cla
 
 
 def carry_over_rows(name: str, stored: Tensor, fresh: Tensor, change: ClassChange) -> Tensor | None:
-    """Returns the model's tensor with the rows of the kept classes copied from a file.
+    """Copies the rows of the classes that file and model share from the file's tensor.
 
-    Takes the file's tensor ``stored`` (R_old, …) and the model's initial tensor ``fresh``
-    (R_new, …), and returns a tensor (R_new, …). Returns ``stored`` if the rows do not depend on the
-    class, as in class-agnostic box regression, and None if the rows do not fit. ``name`` is the
-    tensor's name in the model, which determines the layout of the rows.
+    Args:
+        name: the tensor's name in the model, which determines the layout of the rows.
+        stored: the file's tensor (R_old, …).
+        fresh: the model's initial tensor (R_new, …), whose rows the new classes keep.
+        change: the classes of the file and of the model.
+
+    Returns:
+        A tensor (R_new, …). It is ``stored`` if all classes share the rows, as in class-agnostic
+        box regression. None if the rows do not fit.
     """
     layout = _find_layout(name)
     if layout is None or stored.ndim == 0 or stored.shape[1:] != fresh.shape[1:]:
         return None
-    one_class = len(change.old) == len(change.now) == 1  # then shared rows belong to that class
-    if layout.class_agnostic and not one_class and {len(stored), len(fresh)} == {layout.per_class}:
+    # With one class, rows for this class and rows that classes share are equally many. The rows are
+    # then copied only if the class is the same.
+    has_one_class = len(change.old) == 1 and len(change.now) == 1
+    is_shared = len(stored) == layout.per_class and len(fresh) == layout.per_class
+    if layout.class_agnostic and is_shared and not has_one_class:
         return stored
     result = fresh.detach().clone()
-    old_rows = _split_by_class(layout, stored, len(change.old))
-    new_rows = _split_by_class(layout, result, len(change.now))
+    old_rows = _split_by_class(layout, stored, len(change.old))  # (A, K_old, per_class, …)
+    new_rows = _split_by_class(layout, result, len(change.now))  # (A, K_new, per_class, …)
     if old_rows is None or new_rows is None or len(old_rows) != len(new_rows):
         return None
-    old_index = torch.tensor([change.old.index(name) for name in change.kept], dtype=torch.long)
-    new_index = torch.tensor([change.now.index(name) for name in change.kept], dtype=torch.long)
-    new_rows[:, new_index] = old_rows[:, old_index].to(result)
+    old_indices = [change.old.index(class_name) for class_name in change.kept]
+    new_indices = [change.now.index(class_name) for class_name in change.kept]
+    # ``new_rows`` is a view, so this writes into ``result``.
+    new_rows[:, new_indices] = old_rows[:, old_indices].to(result)
     if layout.trailing:
         result[-layout.trailing :] = stored[-layout.trailing :].to(result)
     return result
@@ -311,10 +363,16 @@ def _find_layout(name: str) -> _Layout | None:
 
 
 def _split_by_class(layout: _Layout, tensor: Tensor, num_classes: int) -> Tensor | None:
-    """Returns a view (A, K, per_class, …) of the rows that belong to classes; None if wrong."""
+    """Returns a view (A, K, per_class, …) of a tensor (R, …), without the trailing rows.
+
+    A is the number of anchors, and K the number of classes. Returns None if the number R of rows
+    does not fit the layout.
+    """
     num_rows = len(tensor) - layout.trailing
-    num_anchors, rest = divmod(num_rows, num_classes * layout.per_class)
-    if rest or num_anchors < 1 or (num_anchors > 1 and not layout.has_anchors):
+    num_anchors, remainder = divmod(num_rows, num_classes * layout.per_class)
+    if remainder or num_anchors < 1:
+        return None
+    if num_anchors > 1 and not layout.has_anchors:
         return None
     shape = (num_anchors, num_classes, layout.per_class, *tensor.shape[1:])
     return tensor[:num_rows].view(shape)

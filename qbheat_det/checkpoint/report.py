@@ -23,8 +23,9 @@ class ClassChange:
     def __str__(self) -> str:
         new = [name for name in self.now if name not in self.old]
         dropped = [name for name in self.old if name not in self.now]
-        groups = {"kept by name": self.kept, "new": new, "dropped": dropped}
-        parts = [f"{what} ({len(n)}): {', '.join(n) or '-'}" for what, n in groups.items()]
+        parts = []
+        for title, names in (("kept by name", self.kept), ("new", new), ("dropped", dropped)):
+            parts.append(f"{title} ({len(names)}): {', '.join(names) or '-'}")
         return f"classes {'; '.join(parts)}"
 
 
@@ -32,9 +33,10 @@ class ClassChange:
 class GroupReport:
     """Reports how the tensors of one part of the model, such as its backbone, were loaded.
 
-    ``num_loaded`` counts the tensors from the file. ``missing`` lists tensors that the file lacks.
-    ``mismatched`` lists tensors of another shape. Optional tensors that the file lacks are not
-    listed.
+    Attributes:
+        num_loaded: number of tensors that are loaded from the file.
+        missing: names of tensors that the file lacks, without the optional ones.
+        mismatched: names and shapes of tensors that have another shape in the file.
     """
 
     num_loaded: int = 0
@@ -56,9 +58,15 @@ class GroupReport:
 class LoadReport:
     """Result of matching a weights file with a model.
 
-    ``groups`` has a report for each part of the model. ``unexpected`` lists names in the file that
-    the model does not have. ``unused`` lists names in modules that the model's config disables.
-    ``skipped`` lists child modules whose tensors in the file are not loaded.
+    Attributes:
+        file: path of the file.
+        num_stored: number of tensors in the file, without those in ``skipped``.
+        groups: a report for each part of the model, by the name of the part.
+        unexpected: names in the file that the model does not have.
+        unused: names in the file of modules that the model's config disables.
+        skipped: child modules, such as a decoder for pre-training, that are not loaded.
+        class_change: how the classes differ; None if they are equal or unknown.
+        note: a remark for the log and for errors, or "".
     """
 
     file: str
@@ -77,12 +85,14 @@ class LoadReport:
                 parts.append(f"{name}: new, {group.num_tensors} tensors")
             elif group.num_tensors:
                 parts.append(f"{group.num_loaded}/{group.num_tensors} {name} tensors")
-        parts.append(_count(self.unexpected, "unexpected"))
-        parts.append(_count(self.unused, "not used"))
+        if self.unexpected:
+            parts.append(_count(self.unexpected, "unexpected"))
+        if self.unused:
+            parts.append(_count(self.unused, "not used"))
         if self.skipped:
             parts.append(f"skipped: {', '.join(self.skipped)}")
-        lines = ["; ".join(filter(None, parts)), str(self.class_change or ""), self.note]
-        return "\n".join(filter(None, lines))
+        lines = ["; ".join(parts), str(self.class_change or ""), self.note]
+        return "\n".join(line for line in lines if line)
 
     @property
     def num_loaded(self) -> int:
@@ -90,32 +100,43 @@ class LoadReport:
         return sum(group.num_loaded for group in self.groups.values())
 
     def find_errors(self, *, new_parts: bool) -> list[str]:
-        """Lists the reasons why the file and the model do not match.
+        """Lists the reasons why the file and the model do not match; empty if they match.
 
-        With ``new_parts``, it is no error if the file lacks whole parts of the model, or has
-        tensors in ``unused``.
+        Args:
+            new_parts: whether the model may have parts that the file lacks as a whole. Tensors in
+                ``unused`` are then allowed too.
         """
-        groups = list(self.groups.values())
-        unexpected = self.unexpected + self.unused
-        if new_parts:
-            groups = [group for group in groups if not group.is_new]
-            unexpected = self.unexpected
-        errors = [
-            _count([name for group in groups for name in group.missing], "missing"),
-            _count(unexpected, "unexpected"),
-            _count([name for group in groups for name in group.mismatched], "of another shape"),
-        ]
-        return [error for error in errors if error]
+        missing: list[str] = []
+        mismatched: list[str] = []
+        for group in self.groups.values():
+            if group.is_new and new_parts:
+                continue
+            missing += group.missing
+            mismatched += group.mismatched
+        unexpected = self.unexpected
+        if not new_parts:
+            unexpected = self.unexpected + self.unused
+        errors = []
+        if missing:
+            errors.append(_count(missing, "missing"))
+        if unexpected:
+            errors.append(_count(unexpected, "unexpected"))
+        if mismatched:
+            errors.append(_count(mismatched, "of another shape"))
+        return errors
 
 
 def check_complete(report: LoadReport, *, allow_partial: bool = False) -> None:
     """Raises a ``UserError`` if a file has unexpected tensors, or only some of a part's tensors.
 
-    With ``allow_partial``, raises it only if so few tensors fit that the file must be of a
-    different architecture.
+    With ``allow_partial``, raises it only if the file is of a different architecture. This is
+    assumed if no part of the model is complete, and less than half of the file's tensors fit.
     """
     problems = report.find_errors(new_parts=True)
-    errors = "; ".join([*problems, *filter(None, [report.note])])
+    details = list(problems)
+    if report.note:
+        details.append(report.note)
+    errors = "; ".join(details)
     has_full_part = any(
         group.num_loaded > 0 and group.num_loaded == group.num_tensors
         for group in report.groups.values()
@@ -149,6 +170,5 @@ def check_exact(report: LoadReport, advice: str) -> None:
 
 
 def _count(names: Sequence[str], what: str) -> str:
-    if not names:
-        return ""
+    """Returns text such as "2 missing (a.weight, a.bias)"."""
     return f"{len(names)} {what} ({join_first(names)})"

@@ -9,7 +9,7 @@ import torch
 import yaml
 from detectron2.config import CfgNode
 
-from qbheat_det.config import get_cfg, load_config
+from qbheat_det.config import get_cfg, get_value, load_config
 from qbheat_det.config.loading import Loader
 from qbheat_det.core.errors import UserError
 
@@ -45,7 +45,10 @@ def load_run_config(
         UserError: a file is missing, the config is invalid, or the device is not available.
     """
     weights = find_weights(weights)
-    cfg = load_config(config_file, opts) if config_file else _load_config_of_weights(weights, opts)
+    if config_file:
+        cfg = load_config(config_file, opts)
+    else:
+        cfg = _load_config_of_weights(weights, opts)
     if device is None and "MODEL.DEVICE" in opts[::2]:
         device = cfg.MODEL.DEVICE
     cfg.MODEL.DEVICE = choose_device(device)
@@ -79,17 +82,19 @@ def choose_device(device: str | None) -> str:
 
 
 def _load_config_of_weights(weights: str, opts: Sequence[str]) -> CfgNode:
+    """Loads the config inside the weights, or else ``config.yaml`` in the same folder."""
     info = info_of(weights)
     if info is not None and info.config:
         cfg = load_embedded_config(info.config, f"the config inside '{weights}'", opts)
-        if "OUTPUT_DIR" not in opts[::2]:  # a folder of the machine that trained the weights
+        if "OUTPUT_DIR" not in opts[::2]:
+            # The stored value is a folder of the machine that trained the weights.
             cfg.OUTPUT_DIR = get_cfg().OUTPUT_DIR
         return cfg
-    beside = Path(local_weights(weights)).parent / "config.yaml"
-    if not beside.is_file():
+    config_file = Path(local_weights(weights)).parent / "config.yaml"
+    if not config_file.is_file():
         raise UserError(f"no config inside '{weights}' or beside it: name one with --config-file")
-    cfg = load_config(beside, opts)
-    _refuse_pickles(cfg, f"'{beside}'", opts)
+    cfg = load_config(config_file, opts)
+    _refuse_pickles(cfg, f"'{config_file}'", opts)
     return cfg
 
 
@@ -103,9 +108,12 @@ def load_embedded_config(text: str, where: str, opts: Sequence[str] = ()) -> Cfg
         events = list(yaml.parse(text, Loader=Loader))
     except yaml.YAMLError as error:
         raise UserError(f"{where} is not plain YAML") from error
-    # A small file with nested aliases could fill the memory. Escapes can hide "_BASE_" in the text.
     for event in events:
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "value", "") == "_BASE_":
+        # A small file with nested aliases could fill the memory.
+        is_alias = isinstance(event, yaml.AliasEvent)
+        # The parsed value is compared, because escapes can hide "_BASE_" in the text.
+        names_base_file = getattr(event, "value", "") == "_BASE_"
+        if is_alias or names_base_file:
             raise UserError(f"{where} is refused: it refers to other files or to itself")
     with tempfile.TemporaryDirectory() as folder:
         unpacked = Path(folder) / "config.yaml"
@@ -128,20 +136,26 @@ def holds_backbone_alone(weights: str) -> bool:
     set ``MODEL.META_ARCHITECTURE``.
     """
     state, info = read_weights(weights)
-    converted = bool(info and info.config and info.value_of("MODEL.META_ARCHITECTURE") is None)
-    return converted or not bare_backbone(state)
+    if not bare_backbone(state):
+        return True
+    if info is None or not info.config:
+        return False
+    return info.value_of("MODEL.META_ARCHITECTURE") is None
 
 
 def holds_encoder(weights: str) -> bool:
     """Whether a file has only a backbone, or a pre-training model, which has no class names."""
+    if holds_backbone_alone(weights):
+        return True
     info = info_of(weights)
-    return holds_backbone_alone(weights) or bool(info and not info.class_names)
+    return info is not None and not info.class_names
 
 
 def _refuse_pickles(cfg: CfgNode, where: str, opts: Sequence[str]) -> None:
+    """Raises a ``UserError`` if a config names pickles, unless the user set the key in ``opts``."""
+    user_keys = opts[::2]
     for key in _UNPICKLED:
-        group, name = key.split(".")
-        if cfg[group][name] and key not in opts[::2]:
+        if get_value(cfg, key) and key not in user_keys:
             raise UserError(
                 f"{where} is refused: it sets {key}, whose files are pickles, which can run code"
             )

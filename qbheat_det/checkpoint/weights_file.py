@@ -31,8 +31,8 @@ from qbheat_det.config.loading import TIMM_PREFIX, load_yaml
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record, write_atomically
 
-# All metadata have one key, as safetensors writes several keys in random order, and equal weights
-# should give equal files.
+# The metadata are one JSON text under a single key, because safetensors writes several keys in
+# random order, and equal weights should give equal files.
 _METADATA_KEY = "qbheat_det"
 _ZOO = "qbheat://"
 # Suffixes that identify a file. Names in the model zoo have none, but can have a dot, as in "1.0G".
@@ -53,9 +53,17 @@ _STATE_KEYS = (
 class WeightsInfo:
     """The metadata that are stored in a file of weights.
 
-    ``class_names`` and ``category_ids`` are in contiguous order. ``pixel_mean`` and ``pixel_std``
-    are in the channel order of ``pixel_format``. ``config`` is the whole config as YAML. The child
-    modules in ``pretrain_only_modules`` are loaded only into a model of the same architecture.
+    Attributes:
+        class_names: names of the classes, in contiguous order.
+        category_ids: ids of the classes in the annotation file, in the same order.
+        pixel_format: channel order of the model's images, "BGR" or "RGB".
+        pixel_mean: mean of each channel, in this order.
+        pixel_std: standard deviation of each channel, in this order.
+        config: the whole config as YAML.
+        commit: git commit of the code that trained the weights.
+        iteration: the last completed iteration, from 0; -1 for weights that were not trained.
+        pretrain_only_modules: names of child modules that are loaded only into a model of the same
+            architecture.
     """
 
     class_names: tuple[str, ...] = ()
@@ -106,8 +114,10 @@ class WeightsInfo:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as strings, numbers and lists, for JSON and checkpoints."""
-        fields = dataclasses.asdict(self).items()
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in fields}
+        content = {}
+        for key, value in dataclasses.asdict(self).items():
+            content[key] = list(value) if isinstance(value, tuple) else value
+        return content
 
     @classmethod
     def from_dict(cls, content: object) -> "WeightsInfo | None":
@@ -130,6 +140,7 @@ class WeightsInfo:
 
 @functools.lru_cache(maxsize=4)
 def _parse_config(text: str) -> object:
+    """Returns the nested dicts of a config in YAML, or None if the text is invalid."""
     try:
         return load_yaml(text)
     except yaml.YAMLError:
@@ -138,7 +149,13 @@ def _parse_config(text: str) -> object:
 
 @dataclass
 class WeightsFile:
-    """Content of a file: tensors by name, the other keys of a checkpoint, and the metadata."""
+    """The content of a weights file.
+
+    Attributes:
+        state: the tensors by name.
+        rest: the other keys of a checkpoint, such as "optimizer" and "iteration".
+        info: the metadata; None if the file has none.
+    """
 
     state: dict[str, Tensor]
     rest: dict[str, Any] = field(default_factory=dict)
@@ -165,7 +182,10 @@ def read_weights_file(path: str) -> WeightsFile:
     Raises a ``UserError`` if the file is missing or damaged, has no weights, or could run code.
     """
     path = check_weights_file(path)
-    file = _read_safetensors(path) if _is_safetensors(path) else _read_pytorch(path)
+    if _is_safetensors(path):
+        file = _read_safetensors(path)
+    else:
+        file = _read_pytorch(path)
     for name, tensor in file.state.items():
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise UserError(f"'{path}': '{name}' is not a plain dense tensor")
@@ -179,32 +199,35 @@ def local_weights(path: str) -> str:
     """
     if "://" not in path:
         return path
-    if path.startswith(_ZOO):  # without a suffix, the model zoo writes a copy for Detectron2
+    if path.startswith(_ZOO):
+        # Without a suffix, the address of a zoo entry is a copy in Detectron2's format.
         path = f"{path}.safetensors"
     try:
         return str(PathManager.get_local_path(path))
     except UserError:
         raise
-    except Exception as error:  # types differ between kinds of addresses
+    except Exception as error:  # path handlers raise errors of many types
         raise UserError(f"'{path}' cannot be fetched: {error}") from error
 
 
 def find_weights(name: str | os.PathLike[str]) -> str:
     """Returns the path or address of weights, given a file, address, run folder or zoo entry.
 
-    From a folder, returns the best weights, or else the final or newest ones. Raises a
-    ``UserError`` if a folder has no weights.
+    For a run folder, returns the best weights, or else the final or newest ones. Raises a
+    ``UserError`` if the folder has no weights. Files and addresses are returned unchanged.
     """
     name = str(name)
     path = Path(name)
-    if not name or "://" in name or path.is_file() or path.suffix.lower() in _SUFFIXES:
+    is_address = "://" in name
+    is_file = path.is_file() or path.suffix.lower() in _SUFFIXES
+    if not name or is_address or is_file:
         return name
     if not path.is_dir():
         return f"{_ZOO}{name}"
-    for best in ("model.safetensors", "model_best.safetensors", "model_final.safetensors"):
-        if (path / best).is_file():
-            return str(path / best)
-    checkpoints = sorted(path.glob("model_*.pth"))
+    for file_name in ("model.safetensors", "model_best.safetensors", "model_final.safetensors"):
+        if (path / file_name).is_file():
+            return str(path / file_name)
+    checkpoints = sorted(path.glob("model_*.pth"))  # in the order of iterations
     if checkpoints:
         return str(checkpoints[-1])
     raise UserError(f"'{name}' is a folder without weights, such as model_final.safetensors")
@@ -225,7 +248,7 @@ def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo)
 
 
 def info_of(path: str) -> WeightsInfo | None:
-    """Returns the metadata of a file (None if it has none), without reading tensors."""
+    """Returns the metadata of a file without reading its tensors; None if it has no metadata."""
     path = check_weights_file(path)
     if _is_safetensors(path):
         with _open_safetensors(path) as opened:
@@ -285,15 +308,18 @@ def load_pytorch(path: str, *, mmap: bool = False) -> Any:
 
 
 def _read_pytorch(path: str) -> WeightsFile:
+    """Reads a checkpoint, which has tensors under one of ``_STATE_KEYS``, or a plain state dict."""
     loaded = load_pytorch(path)
-    if isinstance(loaded, dict):
-        for key in _STATE_KEYS:
-            if _is_state(loaded.get(key)):
-                rest = {name: value for name, value in loaded.items() if name != key}
-                return WeightsFile(loaded[key], rest, WeightsInfo.from_dict(rest.get("info")))
-        if _is_state(loaded):
-            return WeightsFile(loaded)
-    raise UserError(f"'{path}' contains no weights: expected a dict of named tensors")
+    no_weights = UserError(f"'{path}' contains no weights: expected a dict of named tensors")
+    if not isinstance(loaded, dict):
+        raise no_weights
+    for key in _STATE_KEYS:
+        if _is_state(loaded.get(key)):
+            rest = {name: value for name, value in loaded.items() if name != key}
+            return WeightsFile(loaded[key], rest, WeightsInfo.from_dict(rest.get("info")))
+    if not _is_state(loaded):
+        raise no_weights
+    return WeightsFile(loaded)
 
 
 def _read_safetensors(path: str) -> WeightsFile:
@@ -322,18 +348,21 @@ def _unreadable(path: str, kind: str, reason: str) -> UserError:
 
 
 def _parse_metadata(metadata: Mapping[str, str] | None) -> WeightsInfo | None:
+    """Reads the metadata of a safetensors file; None if it has none, or if they are invalid."""
+    if not metadata or _METADATA_KEY not in metadata:
+        return None
     try:
-        return WeightsInfo.from_dict(json.loads((metadata or {}).get(_METADATA_KEY, "null")))
+        content = json.loads(metadata[_METADATA_KEY])
     except (ValueError, RecursionError):
         return None
+    return WeightsInfo.from_dict(content)
 
 
 def _is_state(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and bool(value)
-        and all(isinstance(name, str) and torch.is_tensor(item) for name, item in value.items())
-    )
+    """Whether a value is a dict of named tensors that is not empty."""
+    if not isinstance(value, dict) or not value:
+        return False
+    return all(isinstance(name, str) and torch.is_tensor(item) for name, item in value.items())
 
 
 def _is_safetensors(path: str) -> bool:

@@ -29,17 +29,17 @@ from qbheat_det.core.text import join_first
 logger = logging.getLogger(__name__)
 Counts = npt.NDArray[np.int64]
 _TOP = {"top1": 1, "top5": 5}
-_NUM_LOGGED = 5  # number of classes in the log
+_NUM_LOGGED = 5  # the log names the classes with the lowest accuracies
 _TINY = torch.finfo(torch.float64).tiny
 _MIN_VOTE = 1e-300  # keeps the votes of distant neighbors above zero
-_CHUNK = 2**24  # number of similarities computed at a time (128 MB)
+_CHUNK = 2**24  # largest number of similarities in memory (128 MB in float64)
 
 
 def measure_ranks(ranks: Tensor) -> dict[str, float]:
-    """Returns "top1", "top5" and their binomial standard errors (suffix "_standard_error").
+    """Computes top-1 and top-5 accuracy from the zero-based ranks (N,) of the true classes.
 
-    Values are in percent, or nan if there are no images. ``ranks`` (N,) are the zero-based ranks of
-    the true classes.
+    Returns "top1", "top5", and their binomial standard errors "top1_standard_error" and
+    "top5_standard_error". Values are in percent, or nan if there are no images.
     """
     accuracies: dict[str, float] = {}
     errors: dict[str, float] = {}
@@ -57,12 +57,13 @@ def measure_ranks(ranks: Tensor) -> dict[str, float]:
 class ClassificationEvaluator(DatasetEvaluator):
     """Top-1, top-5 and balanced accuracy (the mean over all classes that have images).
 
-    Results are ``{"classification": {"top1", "top5", "balanced"}}``. The standard error of "top1"
-    has the key "top1_standard_error", and so on. All values are in percent, or nan if there are no
+    Results are ``{"classification": {"top1", "top5", "balanced"}}``. Each has a standard error, for
+    example with the key "top1_standard_error". All values are in percent, or nan if there are no
     images. Among equal scores, the first class wins. An image with a nan score is counted as wrong.
-    ``classification.json`` in ``output_dir`` also has the accuracy of each class and the
-    confusions. On the main process, ``confusion[i, j]`` is the number of images of class i that
-    ``evaluate`` found to be classified as class j.
+
+    Attributes:
+        confusion: (K, K) numbers of images, on the main process after ``evaluate``. Row i and
+            column j count the images of class i that are classified as class j.
     """
 
     confusion: Counts
@@ -70,10 +71,18 @@ class ClassificationEvaluator(DatasetEvaluator):
     def __init__(
         self, dataset_name: str, *, class_names: Sequence[str], output_dir: str | None = None
     ) -> None:
+        """
+        Args:
+            dataset_name: name of the data set, for messages.
+            class_names: the model's classes, in contiguous order.
+            output_dir: folder for ``classification.json``, which has the results, the accuracy of
+                each class and the confusions. None writes no file.
+        """
+        num_classes = len(class_names)
         self._dataset_name = dataset_name
         self.class_names = tuple(class_names)
         self.output_dir = output_dir
-        self.confusion = np.zeros((len(class_names),) * 2, dtype=np.int64)
+        self.confusion = np.zeros((num_classes, num_classes), dtype=np.int64)
         self._seen: list[tuple[int, int, int, int]] = []  # image, label, prediction, rank
 
     def reset(self) -> None:
@@ -95,9 +104,9 @@ class ClassificationEvaluator(DatasetEvaluator):
                 f"{len(self.class_names)}"
             )
         labels = [entry["label"] for entry in inputs]
-        truth = torch.tensor(labels, device=scores.device)
-        results = torch.stack([predict(scores), rank_true_class(scores, truth)], dim=1).tolist()
-        for entry, label, (prediction, rank) in zip(inputs, labels, results, strict=True):
+        predictions = predict(scores).tolist()
+        ranks = rank_true_class(scores, torch.tensor(labels, device=scores.device)).tolist()
+        for entry, label, prediction, rank in zip(inputs, labels, predictions, ranks, strict=True):
             self._seen.append((entry["image_id"], label, prediction, rank))
 
     def evaluate(self) -> dict[str, dict[str, float]]:
@@ -105,16 +114,17 @@ class ClassificationEvaluator(DatasetEvaluator):
         parts = comm.gather(self._seen, dst=0)
         if not comm.is_main_process():
             return {}
-        by_image = {entry[0]: entry[1:] for entry in itertools.chain.from_iterable(parts)}
-        # (N, 3), sorted by image id.
-        rows = np.array([by_image[image] for image in sorted(by_image)], dtype=np.int64)
-        labels, predictions, ranks = rows.reshape(-1, 3).T
+        # An image that was processed twice counts once.
+        by_image = {}
+        for image_id, label, prediction, rank in itertools.chain.from_iterable(parts):
+            by_image[image_id] = (label, prediction, rank)
+        rows = np.array([by_image[image_id] for image_id in sorted(by_image)], dtype=np.int64)
+        labels, predictions, ranks = rows.reshape(-1, 3).T  # (N,) each; N may be 0
         num_classes = len(self.class_names)
-        known = predictions >= 0
-        flat = np.bincount(
-            labels[known] * num_classes + predictions[known], minlength=num_classes**2
-        )
-        self.confusion = flat.reshape(num_classes, num_classes)
+        confusion = np.zeros((num_classes, num_classes), dtype=np.int64)
+        is_predicted = predictions >= 0  # -1 for images with a nan score
+        np.add.at(confusion, (labels[is_predicted], predictions[is_predicted]), 1)
+        self.confusion = confusion
         totals = np.bincount(labels, minlength=num_classes)
         results = _summarise(ranks, self.confusion.diagonal(), totals)
         self._report(results, totals)
@@ -123,12 +133,12 @@ class ClassificationEvaluator(DatasetEvaluator):
     def _report(self, results: dict[str, float], totals: Counts) -> None:
         """Logs the results, and writes them to a file with the accuracy of each class."""
         names = self.class_names
-        shares = {
-            name: 100 * int(right) / int(total)
-            for name, right, total in zip(names, self.confusion.diagonal(), totals, strict=True)
-            if total
-        }
-        hardest = [f"{name} {shares[name]:.1f}" for name in sorted(shares, key=shares.__getitem__)]
+        accuracies: dict[str, float] = {}  # in percent, of the classes with images
+        for name, num_right, total in zip(names, self.confusion.diagonal(), totals, strict=True):
+            if total:
+                accuracies[name] = 100 * int(num_right) / int(total)
+        hardest_names = sorted(accuracies, key=lambda name: accuracies[name])
+        hardest = [f"{name} {accuracies[name]:.1f}" for name in hardest_names]
         logger.info(
             f"'{self._dataset_name}': top-1 {results['top1']:.2f} +- "
             f"{results['top1_standard_error']:.2f} %, top-5 {results['top5']:.2f}, balanced "
@@ -142,7 +152,7 @@ class ClassificationEvaluator(DatasetEvaluator):
             "num_images": int(totals.sum()),
             **{key: value if math.isfinite(value) else None for key, value in results.items()},
             "classes": [
-                {"name": name, "images": int(total), "top1": shares.get(name)}
+                {"name": name, "images": int(total), "top1": accuracies.get(name)}
                 for name, total in zip(names, totals, strict=True)
             ],
             "confusions": [
@@ -155,31 +165,41 @@ class ClassificationEvaluator(DatasetEvaluator):
 
 
 def predict(scores: Tensor) -> Tensor:
-    """Takes scores (N, K). Returns the first class (N,) with the highest one, -1 if one is nan."""
-    # argmax does not specify which of several equal scores it returns.
-    first = (scores == scores.amax(dim=1, keepdim=True)).int().argmax(dim=1)
-    return torch.where(scores.isnan().any(dim=1), -1, first)
+    """Returns the classes (N,) with the highest of the scores (N, K).
+
+    Among equal scores, the first class is returned. If an image has a nan score, returns -1.
+    """
+    # ``scores.argmax`` does not specify which of several equal scores it returns. Here, argmax is
+    # applied to zeros and ones on the way to the first one.
+    is_highest = scores == scores.amax(dim=1, keepdim=True)  # (N, K)
+    first_class = is_highest.int().argmax(dim=1)
+    return torch.where(scores.isnan().any(dim=1), -1, first_class)
 
 
 def rank_true_class(scores: Tensor, labels: Tensor) -> Tensor:
     """Returns the zero-based ranks (N,) of the true classes, given scores (N, K) and labels (N,).
 
-    Among equal scores, the lower label comes first. If an image has a nan score, its rank is above
-    K.
+    The rank is the number of classes that come before the true class. Among equal scores, the lower
+    label comes first. If an image has a nan score, its rank is K + 5, which is in no top 5.
     """
-    true_scores = scores.gather(1, labels[:, None])
-    is_lower = torch.arange(scores.shape[1], device=scores.device) < labels[:, None]
-    before = ((scores > true_scores) | ((scores == true_scores) & is_lower)).sum(dim=1)
-    return torch.where(scores.isnan().any(dim=1), scores.shape[1] + 5, before)
+    num_classes = scores.shape[1]
+    true_scores = scores.gather(1, labels[:, None])  # (N, 1)
+    is_lower_label = torch.arange(num_classes, device=scores.device) < labels[:, None]  # (N, K)
+    is_before = (scores > true_scores) | ((scores == true_scores) & is_lower_label)
+    return torch.where(scores.isnan().any(dim=1), num_classes + 5, is_before.sum(dim=1))
 
 
 def find_confusions(confusion: Counts) -> list[tuple[int, int, int]]:
-    """Returns (true class, predicted class, number of images), most frequent confusions first."""
-    wrong = confusion.copy()
-    np.fill_diagonal(wrong, 0)
-    pairs = np.argwhere(wrong)
-    order = np.argsort(-wrong[tuple(pairs.T)], kind="stable")
-    return [(int(i), int(j), int(wrong[i, j])) for i, j in pairs[order]]
+    """Returns (true class, predicted class, number of images), most frequent confusions first.
+
+    ``confusion`` (K, K) has a row for each true class. Pairs without images are left out.
+    """
+    confusions: list[tuple[int, int, int]] = []
+    for true_class, predicted_class in np.argwhere(confusion):
+        if true_class != predicted_class:
+            num_images = confusion[true_class, predicted_class]
+            confusions.append((int(true_class), int(predicted_class), int(num_images)))
+    return sorted(confusions, key=lambda entry: -entry[2])
 
 
 @torch.no_grad()
@@ -191,53 +211,73 @@ def rank_true_classes(
     temperature: float,
     chunk: int = _CHUNK,
 ) -> Tensor:
-    """Returns the zero-based ranks (N,) of the true classes among the votes of neighbors.
+    """Classifies images by their nearest training images, which vote for their classes.
 
-    ``train`` are the features (T, D) and labels (T,) of the training images, which vote. ``val``
-    are the features (N, D) and labels (N,) of the images to classify. At most ``k`` neighbors vote.
-    A lower ``temperature`` gives more weight to the nearest neighbors. If several training images
-    are equally similar, those with the lower index vote. Among equal votes, the lower label comes
-    first. Classes without votes come last.
+    If several training images are equally similar, those with the lower index vote. Among equal
+    votes, the lower label comes first.
+
+    Args:
+        train: features (T, D) and labels (T,) of the training images.
+        val: features (N, D) and labels (N,) of the images to classify.
+        k: number of training images that vote, at most T.
+        temperature: a lower value gives more weight to the nearest neighbors.
+        chunk: largest number of similarities in memory.
+
+    Returns:
+        The zero-based ranks (N,) of the true classes. If the true class of an image has no votes,
+        its rank is K + 5, which is in no top 5.
     """
     train_features, train_labels = train
     features, labels = val
     k = min(k, len(train_features))
     num_classes = int(torch.cat([train_labels, labels]).max()) + 1
-    voters = F.normalize(train_features.double(), dim=1, eps=_TINY).T
-    ranks = [labels[:0]]
+    unit_train = F.normalize(train_features.double(), dim=1, eps=_TINY).T  # (D, T)
+    ranks = [labels[:0]]  # so that ``torch.cat`` also works without images
     rows = max(1, chunk // len(train_features))
-    for part, truth in zip(features.split(rows), labels.split(rows), strict=True):
+    for part, true_labels in zip(features.split(rows), labels.split(rows), strict=True):
+        unit_part = F.normalize(part.double(), dim=1, eps=_TINY)  # (rows, D)
         # Rounding from float64 makes similarities of equal features equal for all chunk sizes.
-        similarities = (F.normalize(part.double(), dim=1, eps=_TINY) @ voters).float()
-        neighbours = _first_of_the_largest(similarities, k)
-        nearest = similarities.gather(1, neighbours).double()
+        similarities = (unit_part @ unit_train).float()  # (rows, T)
+        neighbors = _find_k_largest(similarities, k)  # (rows, k)
+        nearest = similarities.gather(1, neighbors).double()
         # The largest similarity is subtracted, because exp(1 / temperature) may overflow.
         nearest -= nearest.amax(dim=1, keepdim=True)
         weights = (nearest / temperature).exp().clamp(min=_MIN_VOTE)
         votes = weights.new_zeros(len(part), num_classes)
-        votes.scatter_add_(1, train_labels[neighbours], weights)
-        has_votes = votes.gather(1, truth[:, None])[:, 0] > 0
-        ranks.append(torch.where(has_votes, rank_true_class(votes, truth), num_classes + 5))
+        votes.scatter_add_(1, train_labels[neighbors], weights)
+        has_votes = votes.gather(1, true_labels[:, None])[:, 0] > 0
+        part_ranks = rank_true_class(votes, true_labels)
+        ranks.append(torch.where(has_votes, part_ranks, num_classes + 5))
     return torch.cat(ranks)
 
 
-def _first_of_the_largest(values: Tensor, k: int) -> Tensor:
-    """Returns the columns (N, k) of the k largest values per row, the first of equal values."""
-    smallest = values.topk(k, dim=1).values[:, -1:]
-    is_above = values > smallest
-    is_equal = values == smallest
-    num_equal = k - is_above.sum(dim=1, keepdim=True)  # number of equal values to choose
-    chosen = is_above | (is_equal & (is_equal.cumsum(dim=1) <= num_equal))
-    return chosen.nonzero()[:, 1].view(len(values), k)
+def _find_k_largest(values: Tensor, k: int) -> Tensor:
+    """Returns the columns (N, k) of the k largest values (N, T) of each row.
+
+    Among equal values, the first columns are taken, which ``topk`` does not guarantee.
+    """
+    kth_largest = values.topk(k, dim=1).values[:, -1:]  # (N, 1)
+    is_above = values > kth_largest
+    is_equal = values == kth_largest
+    num_equal = k - is_above.sum(dim=1, keepdim=True)  # (N, 1): how many equal values to take
+    is_first_equal = is_equal & (is_equal.cumsum(dim=1) <= num_equal)
+    is_taken = is_above | is_first_equal  # (N, T), k in each row
+    return is_taken.nonzero()[:, 1].view(len(values), k)
 
 
-def _summarise(ranks: Counts, right: Counts, totals: Counts) -> dict[str, float]:
-    """Computes results from ranks (N,) and the numbers (K,) of correct and of all images."""
+def _summarise(ranks: Counts, num_right: Counts, totals: Counts) -> dict[str, float]:
+    """Computes all results.
+
+    Args:
+        ranks: zero-based ranks (N,) of the true classes.
+        num_right: number (K,) of correctly classified images of each class.
+        totals: number (K,) of images of each class.
+    """
     balanced = math.nan
     error = math.nan
     if len(ranks):
         has_images = totals > 0
-        shares = right[has_images] / totals[has_images]
+        shares = num_right[has_images] / totals[has_images]  # accuracy of each class
         balanced = 100 * float(shares.mean())
         variances = shares * (1 - shares) / totals[has_images]
         error = 100 * math.sqrt(variances.sum()) / len(shares)

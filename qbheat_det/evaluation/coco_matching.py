@@ -21,39 +21,55 @@ class FastMatching(COCOeval):
     def evaluateImg(
         self, imgId: int, catId: int, aRng: list[float], maxDet: int
     ) -> dict[str, Any] | None:
-        """Matches the detections of an image and a class; None if there are no boxes at all."""
+        """Matches the detections of an image and a class with its boxes, for all IoU thresholds.
+
+        Args:
+            imgId: id of the image.
+            catId: id of the class; ignored if ``params.useCats`` is 0, which joins all classes.
+            aRng: smallest and largest area of the boxes that count, in pixels.
+            maxDet: number of detections that count, those with the highest scores.
+
+        Returns:
+            pycocotools' dict of the matches; None if there are neither boxes nor detections.
+        """
         p = self.params
         classes = [catId] if p.useCats else p.catIds
-        truth = [box for k in classes for box in self._gts[imgId, k]]
-        detections = [detection for k in classes for detection in self._dts[imgId, k]]
+        truth: list[dict[str, Any]] = []
+        detections: list[dict[str, Any]] = []
+        for class_id in classes:
+            truth += self._gts[imgId, class_id]
+            detections += self._dts[imgId, class_id]
         if not truth and not detections:
             return None
         for box in truth:
             is_in_range = aRng[0] <= box["area"] <= aRng[1]
             box["_ignore"] = int(bool(box["ignore"]) or not is_in_range)
-        order = np.argsort([box["_ignore"] for box in truth], kind="mergesort")
-        truth = [truth[i] for i in order]
+        # Stable sorts, as in pycocotools: boxes that count come first, and so do high scores.
+        truth_order = np.argsort([box["_ignore"] for box in truth], kind="mergesort")
+        truth = [truth[i] for i in truth_order]
         by_score = np.argsort([-detection["score"] for detection in detections], kind="mergesort")
         detections = [detections[i] for i in by_score[:maxDet]]
         ious = np.zeros((len(detections), len(truth)))
-        if truth and detections:
-            ious = self.ious[imgId, catId][: len(detections), order]
+        if truth and detections:  # the rows of ``self.ious`` are already sorted by score
+            ious = self.ious[imgId, catId][: len(detections), truth_order]
         is_ignored = np.array([box["_ignore"] for box in truth], dtype=np.bool_)
         is_crowd = np.array([box["iscrowd"] for box in truth], dtype=np.bool_)
         num_thresholds = len(p.iouThrs)
         matches = [_match(ious, is_ignored, is_crowd, threshold) for threshold in p.iouThrs]
-        # Per threshold and detection, the index of its box; -1: none.
-        rows = np.array(matches, dtype=np.int64).reshape(num_thresholds, len(detections))
+        # (thresholds, D): the index of the box that matches a detection, or -1.
+        matched_boxes = np.array(matches, dtype=np.int64).reshape(num_thresholds, len(detections))
         truth_ids = np.array([box["id"] for box in truth], dtype=np.int64)
         detection_ids = np.array([detection["id"] for detection in detections], dtype=np.int64)
         truth_matches = np.zeros((num_thresholds, len(truth)))
         detection_matches = np.zeros((num_thresholds, len(detections)))
         detection_ignored = np.zeros(detection_matches.shape, dtype=np.bool_)
-        for threshold, matched in enumerate(rows):
-            hits = np.flatnonzero(matched >= 0)
-            detection_matches[threshold, hits] = truth_ids[matched[hits]]
-            detection_ignored[threshold, hits] = is_ignored[matched[hits]]
-            truth_matches[threshold, matched[hits]] = detection_ids[hits]  # the last one of a crowd
+        for row in range(num_thresholds):
+            hits = np.flatnonzero(matched_boxes[row] >= 0)  # indices of matched detections
+            boxes = matched_boxes[row, hits]  # indices of their boxes
+            detection_matches[row, hits] = truth_ids[boxes]
+            detection_ignored[row, hits] = is_ignored[boxes]
+            # Several detections can match a crowd. The last one is stored.
+            truth_matches[row, boxes] = detection_ids[hits]
         areas = np.array([detection["area"] for detection in detections])
         is_outside = (areas < aRng[0]) | (areas > aRng[1])
         detection_ignored |= (detection_matches == 0) & is_outside
@@ -84,8 +100,9 @@ def _match(
 ) -> list[int]:
     """Returns the index of the box that matches each detection, or -1.
 
-    A detection takes the free box of highest IoU, and the last one of equal IoUs. It takes an
-    ignored box only if no other box reaches the threshold. Crowds stay free.
+    A detection takes the free box with the highest IoU, and of equal IoUs the last box. It takes an
+    ignored box only if no other box reaches the threshold. A box that is taken is no longer free,
+    unless it is a crowd.
 
     Args:
         ious: (D, B), with detections in the order of their scores.
@@ -94,19 +111,19 @@ def _match(
         threshold: lowest IoU of a match.
     """
     is_free = np.ones(len(is_ignored), dtype=np.bool_)
-    num_counted = int((~is_ignored).sum())
+    num_counted = int((~is_ignored).sum())  # boxes that are not ignored, which come first
     threshold = min(threshold, _MAX_THRESHOLD)
     matches = []
-    for overlaps in ious:
-        reached = np.flatnonzero(overlaps >= threshold)
-        reached = reached[is_free[reached]]
-        counted = reached[reached < num_counted]
-        candidates = counted if len(counted) else reached
+    for box_ious in ious:  # of one detection, (B,)
+        candidates = np.flatnonzero((box_ious >= threshold) & is_free)
+        counted_candidates = candidates[candidates < num_counted]
+        if len(counted_candidates):
+            candidates = counted_candidates
         if not len(candidates):
             matches.append(-1)
             continue
-        candidates = candidates[::-1]  # argmax returns the first one of equal IoUs
-        index = int(candidates[overlaps[candidates].argmax()])
-        matches.append(index)
-        is_free[index] = is_crowd[index]
+        reversed_candidates = candidates[::-1]  # argmax returns the first of equal IoUs
+        best = int(reversed_candidates[box_ious[reversed_candidates].argmax()])
+        matches.append(best)
+        is_free[best] = is_crowd[best]
     return matches

@@ -34,11 +34,13 @@ class CountingRule(Enum):
 
 
 def _per_input(factor: int) -> Callable[..., int]:
+    """Returns a function that counts ``factor`` multiply-adds per element of the first argument."""
     return lambda shape, *_, **__: 2 * factor * prod(shape)
 
 
 _aten = torch.ops.aten
-# Functions from shapes to twice the count, because PyTorch counts a multiply-add as two operations.
+# Operators that only ``CountingRule.EXT`` counts. The functions take the shapes of the arguments,
+# and return twice the count, because PyTorch counts a multiply-add as two operations.
 _NOT_CORE: dict[Any, Callable[..., int]] = {
     _aten.native_batch_norm: _per_input(2),
     _aten._native_batch_norm_legit_no_training: _per_input(2),
@@ -57,29 +59,34 @@ class MAdds:
 
     def total(self, rule: CountingRule, module: str = "") -> int:
         """Returns the multiply-adds of ``module``, including submodules, by ``rule``."""
-        return sum(
-            count
-            for operator, count in self.by_module[module].items()
-            if rule is CountingRule.EXT or operator not in _NOT_CORE
-        )
+        total = 0
+        for operator, count in self.by_module[module].items():
+            if rule is CountingRule.EXT or operator not in _NOT_CORE:
+                total += count
+        return total
 
 
 def count_madds(model: nn.Module, *inputs: Any) -> MAdds:
     """Counts the multiply-adds of ``model(*inputs)`` in evaluation mode, on the CPU."""
     model = copy.deepcopy(model).eval().requires_grad_(False)
-    for module in model.modules():  # frozen norms with hooks are not folded into convolutions
+    # Frozen norms are folded into convolutions, unless they have a hook. They must be counted.
+    for module in model.modules():
         module.register_forward_hook(lambda *_: None)
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=_NOT_CORE) as mode:
         model(*inputs)
     flops = mode.get_flop_counts()
-    counts: dict[str, Counter[Any]] = {}
+    counts: dict[str, Counter[Any]] = {}  # by module name, then by operator
     for name, module in reversed([*model.named_modules()]):  # children before parents
-        module_flops = flops.get(f"{type(model).__name__}.{name}" if name else "Global")
-        if module_flops is None:  # not called itself, as a list of modules
-            children = [counts[f"{name}.{child}"] for child, _ in module.named_children()]
-            counts[name] = sum(children, Counter[Any]())
-        else:
-            counts[name] = Counter({op: number // 2 for op, number in module_flops.items()})
+        # PyTorch's names begin with the class of the model. "Global" is the model itself.
+        flops_name = f"{type(model).__name__}.{name}" if name else "Global"
+        if flops_name in flops:
+            operators = flops[flops_name].items()
+            counts[name] = Counter({operator: number // 2 for operator, number in operators})
+            continue
+        # The module was not called, as a ``ModuleList``, so its children are added up.
+        counts[name] = Counter()
+        for child, _ in module.named_children():
+            counts[name].update(counts[f"{name}.{child}"])
     return MAdds(dict(reversed(counts.items())))
 
 
@@ -95,10 +102,9 @@ def count_parameters(model: nn.Module, *, batch_norm_affine: bool = True) -> int
     Without ``batch_norm_affine``, BatchNorm's scale and offset are not counted. This is the rule of
     the paper's detection tables, because scale and offset are buffers in frozen backbones.
     """
-    skipped = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, _BatchNorm) and not batch_norm_affine
-        for parameter in module.parameters(recurse=False)
-    }
-    return sum(p.numel() for p in model.parameters() if id(p) not in skipped)
+    skipped: set[nn.Parameter] = set()
+    if not batch_norm_affine:
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                skipped.update(module.parameters(recurse=False))
+    return sum(parameter.numel() for parameter in model.parameters() if parameter not in skipped)

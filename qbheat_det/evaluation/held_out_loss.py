@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The loss of pre-training models on images that they were not trained on."""
+"""Evaluates pre-training models by their loss on images that they were not trained on."""
 
 import itertools
 import math
@@ -16,15 +16,18 @@ from qbheat_det.core.errors import UserError
 class HeldOutLossEvaluator(DatasetEvaluator):
     """Averages the per-image loss of a pre-training model over a dataset.
 
-    If the model returns "loss_reconstruction", the results are ``{"reconstruction": {"loss_corner",
-    "loss_centre", "loss", "loss_standard_error"}}``. The first two are the means over corner views
-    and over center views, if there are any. "loss" is the mean over images, where the loss of an
-    image is the mean over its views. With "loss_feature", the outer key is "feature".
+    The model must return one loss for each image, such as "loss_reconstruction". Results are then
+    ``{"reconstruction": {"loss_corner", "loss_centre", "loss", "loss_standard_error"}}``.
+
+    - "loss_corner" and "loss_centre" are the means over corner views and over center views. If
+      there are no such views, the key is missing.
+    - "loss" is the mean over images. The loss of an image is the mean over its views.
+    - "loss_standard_error" is the standard error of "loss".
     """
 
     def __init__(self, dataset_name: str) -> None:
         self._dataset_name = dataset_name
-        self._name = "reconstruction"
+        self._name = "reconstruction"  # of the loss; ``process`` sets it
         self._losses: list[tuple[str, str, float]] = []  # image, view, loss
 
     def reset(self) -> None:
@@ -42,9 +45,9 @@ class HeldOutLossEvaluator(DatasetEvaluator):
         self._name = name.removeprefix("loss_")
         losses = torch.stack([output[name] for output in outputs]).double().tolist()
         for entry, output, loss in zip(inputs, outputs, losses, strict=True):
-            view = output.get("place", "")
+            view = output.get("place", "")  # position of the visible quarter, or ""
             if view not in ("", "centre"):
-                view = "corner"
+                view = "corner"  # for the evaluation, all four corners are alike
             image = str(entry.get("image_id", entry.get("file_name")))
             self._losses.append((image, view, loss))
 
@@ -56,14 +59,13 @@ class HeldOutLossEvaluator(DatasetEvaluator):
         # Sorted, so that results are bit-identical to those of one process.
         losses = sorted(itertools.chain.from_iterable(parts))
         results = {}
-        for kind in ("corner", "centre"):
-            losses_of_view = [loss for _, view, loss in losses if view == kind]
-            if losses_of_view:
-                results[f"loss_{kind}"] = statistics.fmean(losses_of_view)
-        image_losses = [
-            statistics.fmean(loss for _, _, loss in views)
-            for _, views in itertools.groupby(losses, key=lambda entry: entry[0])
-        ]
+        for wanted_view in ("corner", "centre"):
+            view_losses = [loss for _, view, loss in losses if view == wanted_view]
+            if view_losses:
+                results[f"loss_{wanted_view}"] = statistics.fmean(view_losses)
+        image_losses = []  # mean over the views of each image
+        for _, image_entries in itertools.groupby(losses, key=lambda entry: entry[0]):
+            image_losses.append(statistics.fmean(loss for _, _, loss in image_entries))
         mean = math.nan
         error = math.nan
         if image_losses:

@@ -42,17 +42,25 @@ def check_cache_config(cfg: CfgNode) -> None:
 def open_store(
     cfg: CfgNode, encoder: nn.Module, views: AllViews, **properties: Any
 ) -> FeatureStore:
-    """Returns a store in ``MODEL.CACHE_FEATURES.FOLDER``. For the arguments, see ``make_key``.
+    """Returns the store of an encoder's features, in a folder of ``MODEL.CACHE_FEATURES.FOLDER``.
 
-    The root folder of the images is in ``meta.json``, but not in the name of the store's folder.
+    The name of the folder is a hash of the key. The store may be missing or incomplete.
+
+    Args:
+        cfg: config of the run, or of its teacher.
+        encoder: the frozen network.
+        views: the views of all records of the data set.
+        properties: the other arguments of ``make_key``.
     """
     key = make_key(cfg, encoder, views, **properties)
-    caches = get_cache_dir() / "feature_cache"
+    parent = get_cache_dir() / "feature_cache"
     if cfg.MODEL.CACHE_FEATURES.FOLDER:
-        caches = Path(cfg.MODEL.CACHE_FEATURES.FOLDER).expanduser()
+        parent = Path(cfg.MODEL.CACHE_FEATURES.FOLDER).expanduser()
     dtype = _DTYPES[cfg.MODEL.CACHE_FEATURES.DTYPE]
-    root, _ = find_root(views.records)
-    return FeatureStore(caches / hash_key(key), len(views), dtype=dtype, key={**key, "root": root})
+    image_root, _ = find_root(views.records)
+    # ``meta.json`` also has the root folder of the images, which does not affect the folder's name.
+    stored_key = {**key, "root": image_root}
+    return FeatureStore(parent / hash_key(key), len(views), dtype=dtype, key=stored_key)
 
 
 def make_key(
@@ -65,17 +73,18 @@ def make_key(
     device: torch.device,
     size_divisibility: int,
 ) -> dict[str, Any]:
-    """Returns the key of a cache as JSON data. If the key changes, a new cache is built.
+    """Returns the key of a cache: a dict, for JSON, of everything that affects the features.
 
-    The key contains the encoder's weights and structure, the normalization and padding of images,
-    all of ``INPUT``, the views, the precision, the memory format, the device, and the versions of
-    this package and PyTorch. "records" has a hash for each record: of the annotations, and of the
-    relative path, size and modification time of the file.
+    If the key changes, a new cache is built. The key contains the encoder's weights and structure,
+    the normalization and padding of images, all of ``INPUT``, the views, the precision, the memory
+    format, the device, and the versions of this package and PyTorch. "records" has a hash for each
+    record. It covers the annotations, and the relative path, size and modification time of the
+    image file.
 
     The key does not contain the root folder of the files, so that caches can be moved and shared.
-    Other pixels in a file of the same size and modification time are not detected. The number of
-    threads, the batch size and the versions of other libraries are not in the key, because their
-    effect on features is far below the precision of float16.
+    Changed pixels are not detected if the file's size and modification time stay the same. The
+    number of threads, the batch size and the versions of other libraries are not in the key,
+    because their effect on features is far below the precision of float16.
 
     Args:
         cfg: config of the run, or of its teacher.
@@ -86,8 +95,9 @@ def make_key(
         device: device of the encoder.
         size_divisibility: the sides of padded images are multiples of this number.
     """
-    kept = cfg.INPUT.clone()
-    del kept["FIXED_VIEWS"]  # the key contains their number and seed elsewhere
+    input_cfg = cfg.INPUT.clone()
+    # "views_per_image" and "views_seed" replace this node. The seed of a test set is always 0.
+    del input_cfg["FIXED_VIEWS"]
     return {
         "format": FORMAT_VERSION,
         "weights": hash_tensors(encoder.state_dict()),
@@ -100,7 +110,7 @@ def make_key(
         "views_per_image": views.views.count,
         "views_seed": views.views.seed,
         "is_train": is_train,
-        "input": kept.dump().splitlines(),
+        "input": input_cfg.dump().splitlines(),
         "qbheat_det": VERSION,
         "torch": torch.__version__.partition("+")[0],
         "device": device.type,
@@ -116,11 +126,11 @@ def hash_key(key: Mapping[str, Any]) -> str:
 
 
 def _hash_records(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a hash of each record and of the state of its file."""
+    """Returns a hash of each record, and of the size and modification time of its file."""
     hashes = []
     _, relative_paths = find_root(records)
     for record, path in zip(records, relative_paths, strict=True):
-        kept = {key: value for key, value in record.items() if key not in _NOT_IN_VIEWS}
+        content = {key: value for key, value in record.items() if key not in _NOT_IN_VIEWS}
         try:
             status = os.stat(record["file_name"])
             size = status.st_size
@@ -128,13 +138,13 @@ def _hash_records(records: Sequence[Mapping[str, Any]]) -> list[str]:
         except OSError:  # not a local file; the mapper reports missing files
             size = -1
             modified = -1
-        line = json.dumps([path, size, modified, kept], sort_keys=True, default=_make_plain)
-        hashes.append(_hash(line)[:32])
+        text = json.dumps([path, size, modified, content], sort_keys=True, default=_make_plain)
+        hashes.append(_hash(text)[:32])
     return hashes
 
 
 def _make_plain(value: Any) -> Any:
-    """Converts a value that JSON cannot represent."""
+    """Converts a value that JSON cannot represent: arrays to lists, other values to text."""
     if isinstance(value, np.ndarray | np.generic | Tensor):
         return value.tolist()
     return repr(value)

@@ -40,7 +40,12 @@ class CachedBackbone(Backbone):
     def __init__(
         self, *, encoder: Backbone, outputs: Sequence[str], channels_last: bool = False
     ) -> None:
-        """Takes the encoder, names of the cached outputs, and whether maps are channels-last."""
+        """
+        Args:
+            encoder: the frozen network.
+            outputs: names of the encoder's outputs that are cached.
+            channels_last: whether ``forward`` returns feature maps in channels-last format.
+        """
         super().__init__()
         self.outputs = list(outputs)
         self._shapes: dict[str, ShapeSpec] = encoder.output_shape()
@@ -117,8 +122,8 @@ class CachedBackbone(Backbone):
         without a cache. ``model`` must have the protocol ``PreparesImages``.
         """
         assert isinstance(model, PreparesImages)  # ``check_frozen`` refuses other models
-        # On CPUs, gradients change the choice of kernels, and kernels round differently. So they
-        # are enabled where the model enables them when it calls its backbone.
+        # Nothing is trained here. But on CPUs, gradients change the choice of kernels, which round
+        # differently, so gradients are enabled as in a call of the model.
         has_gradients = model.training and not keeps_backbone_in_eval(model)
         with torch.set_grad_enabled(has_gradients):
             outputs = self.encoder(*prepare_backbone_inputs(model, batch))
@@ -127,6 +132,7 @@ class CachedBackbone(Backbone):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
+        """Saves the encoder's weights under their usual names, as if it were not replaced."""
         self.encoder.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
 
     def _load_from_state_dict(
@@ -139,17 +145,22 @@ class CachedBackbone(Backbone):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        # The encoder is not a child module, so the base class would report unexpected names.
-        loaded = {
-            name.removeprefix(prefix): value
-            for name, value in state_dict.items()
-            if name.startswith(prefix)
-        }
+        """Loads the encoder's weights. If they differ, the features are no longer trusted.
+
+        Does not call the base class, which would report the encoder's weights as unexpected,
+        because the encoder is not a child module.
+        """
+        loaded: dict[str, Tensor] = {}
+        for name, value in state_dict.items():
+            if name.startswith(prefix):
+                loaded[name.removeprefix(prefix)] = value
         before = self.encoder.state_dict()
-        self._shared.trusted &= all(
+        is_unchanged = all(
             name in before and torch.equal(before[name].cpu(), value.cpu())
             for name, value in loaded.items()
         )
+        if not is_unchanged:
+            self._shared.trusted = False
         try:
             result = self.encoder.load_state_dict(loaded, strict=False)
         except RuntimeError as error:
@@ -160,7 +171,7 @@ class CachedBackbone(Backbone):
 
 
 class _Shared:
-    """The state that all copies of a cached backbone share."""
+    """The encoder, and whether the features are its own. All copies of a model share it."""
 
     def __init__(self, encoder: Backbone) -> None:
         self.encoder = encoder

@@ -41,27 +41,35 @@ class DistillationTargets:
     """Builds the caches of the teacher's features, which are the targets of a run."""
 
     def __init__(self, cfg: CfgNode, *, fill: Fill = fill) -> None:
-        """``fill`` encodes the views that a store lacks. A dry run encodes only a few."""
+        """
+        Args:
+            cfg: config of the run.
+            fill: completes a store. A dry run passes a function that encodes only a few views.
+        """
         self._student_cfg = cfg
         self._fill = fill
-        self._tests: dict[str, TargetViews] = {}
+        self._tests: dict[str, TargetViews] = {}  # by name of the test set
 
     @functools.cached_property
     def _cfg(self) -> CfgNode:
-        """The config of the teacher. Pixel statistics in the file of its weights have priority."""
+        """The config of the teacher.
+
+        It has the pixel statistics in the file of the teacher's weights, or else the config's.
+        """
         cfg = self._student_cfg
-        node = cfg.MODEL.TEACHER
+        teacher = cfg.MODEL.TEACHER
         check_cache_config(cfg)
-        info = WeightsInfo()
-        if node.WEIGHTS:
-            info = info_of(node.WEIGHTS) or info
+        info = None
+        if teacher.WEIGHTS:
+            info = info_of(teacher.WEIGHTS)
         else:
             logger.warning("MODEL.TEACHER.WEIGHTS is empty: the teacher's weights are random")
-        mean = list(info.pixel_mean or node.PIXEL_MEAN)
-        std = list(info.pixel_std or node.PIXEL_STD)
+        info = info or WeightsInfo()
+        mean = list(info.pixel_mean or teacher.PIXEL_MEAN)
+        std = list(info.pixel_std or teacher.PIXEL_STD)
         changes = {
             "INPUT.FORMAT": info.pixel_format or "RGB",  # as in timm
-            "INPUT.PRETRAIN.SIZE": node.IMAGE_SIZE,
+            "INPUT.PRETRAIN.SIZE": teacher.IMAGE_SIZE,
             "MODEL.CHANNELS_LAST": True,
             "MODEL.PIXEL_MEAN": mean,
             "MODEL.PIXEL_STD": std,
@@ -72,6 +80,7 @@ class DistillationTargets:
 
     @functools.cached_property
     def _teacher(self) -> DistillationTeacher:
+        """The teacher with its weights, on the device of the run."""
         cfg = self._cfg
         with preserved_randomness():
             seed_place(0)  # so that a random teacher is the same in every run
@@ -96,18 +105,21 @@ class DistillationTargets:
         the disk is too small.
         """
         if isinstance(stream.mapper, FixedViews):
-            # The student's views in the teacher's image size.
-            mapper = build_mapper(self._cfg, is_train=True)
-            views = FixedViews(mapper, stream.mapper.count, stream.mapper.seed)
-            store = self._complete("training set", AllViews(stream.dataset, views), is_train=True)
+            # The teacher sees the same crops as the student, in another size.
+            student_views = stream.mapper
+            teacher_views = FixedViews(
+                build_mapper(self._cfg, is_train=True), student_views.count, student_views.seed
+            )
+            views = AllViews(stream.dataset, teacher_views)
+            store = self._complete("training set", views, is_train=True)
             flips = self._cfg.INPUT.RANDOM_FLIP == "horizontal"
-            stream.mapper = TargetViews(stream.mapper, store, flips=flips)
+            stream.mapper = TargetViews(student_views, store, flips=flips)
         for name in self._cfg.DATASETS.TEST:
             self._prepare_test_set(name)
-        vars(self).pop("_teacher", None)  # frees memory for training
+        vars(self).pop("_teacher", None)  # clears the cached property, to free memory
 
     def build_test_loader(self, cfg: CfgNode, dataset_name: str) -> ImageBatches:
-        """Returns this process's share of a test set, with "targets" as in ``TargetViews``."""
+        """Returns a loader of this process's share of a test set, with the teacher's "targets"."""
         self._prepare_test_set(dataset_name)
         return PRETRAINING.build_test_loader(cfg, dataset_name, mapper=self._tests[dataset_name])
 
@@ -121,6 +133,7 @@ class DistillationTargets:
         self._tests[name] = TargetViews(student_views, store, flips=False)
 
     def _complete(self, title: str, views: AllViews, *, is_train: bool) -> FeatureStore:
+        """Returns a complete store of the teacher's features for all views of a data set."""
         cfg = self._cfg
         store = open_store(
             cfg,
@@ -141,25 +154,30 @@ class TargetViews:
     """A mapper that returns fixed views and, as "targets", the teacher's maps (C, h, w) by name."""
 
     def __init__(self, views: FixedViews, store: FeatureStore, *, flips: bool) -> None:
-        """With ``flips``, the image and the targets are flipped with probability 1/2.
-
-        Features of a flipped image differ slightly from flipped features, see docs/objectives.md.
+        """
+        Args:
+            views: the student's views.
+            store: the teacher's features for the same views.
+            flips: whether the image and the targets are flipped with probability 1/2. Flipped
+                features differ slightly from the features of a flipped image, as
+                docs/objectives.md explains.
         """
         self.views = views
         self.store = store
         self.flips = flips
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError | None:
-        number = choose_view(self.views.count)
+        view_number = choose_view(self.views.count)
         is_flipped = self.flips and bool(torch.rand(()) < 0.5)
-        entry = self.views.view(dataset_dict, number)
-        stored = self.store.read(dataset_dict[VIEW_ROW] * self.views.count + number)
+        entry = self.views.view(dataset_dict, view_number)
+        teacher_view = self.store.read(dataset_dict[VIEW_ROW] * self.views.count + view_number)
         if not isinstance(entry, dict):
             return entry
-        if not isinstance(stored, View):
-            return stored
-        entry["targets"] = stored.features
+        if not isinstance(teacher_view, View):
+            return teacher_view
+        targets = teacher_view.features
         if is_flipped:
             entry["image"] = entry["image"].flip(-1)
-            entry["targets"] = {name: target.flip(-1) for name, target in stored.features.items()}
+            targets = {name: target.flip(-1) for name, target in targets.items()}
+        entry["targets"] = targets
         return entry

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Encodes images in batches, and returns the views that a store keeps."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, islice
 from typing import Any
@@ -20,40 +21,46 @@ def encode_images(
     at_once: int = VIEWS_PER_FILE,
     is_exact: bool = False,
 ) -> list[Stored]:
-    """Encodes outputs of a mapper to views, in batches of images of equal size.
+    """Runs an encoder on outputs of a mapper, in batches of images of equal size.
 
     Args:
         entries: outputs of a mapper. Errors and None are returned unchanged.
         encode: returns the outputs (N, …) by name for N entries whose images have equal size.
         at_once: largest batch size N.
-        is_exact: use batches of exactly ``at_once`` entries, because rounding depends on the batch
-            size. Entries are repeated to fill a batch. If the images have different sizes, this has
-            no effect, and batches are about equally large.
+        is_exact: whether to use batches of exactly ``at_once`` entries, because rounding depends on
+            the batch size. Entries are repeated to fill a batch. If the images have different
+            sizes, this has no effect, and batches are about equally large.
+
+    Returns:
+        A view for each entry, in the same order.
     """
-    views: list[Stored] = []
-    by_size: dict[tuple[int, ...], list[int]] = {}
+    views: dict[int, Stored] = {}  # by index of the entry
+    indices_by_size: dict[tuple[int, ...], list[int]] = {}
     for index, entry in enumerate(entries):
         if isinstance(entry, dict):
-            views.append(None)  # replaced below
-            by_size.setdefault(tuple(entry["image"].shape), []).append(index)
+            size = tuple(entry["image"].shape)
+            indices_by_size.setdefault(size, []).append(index)
         else:
-            views.append(entry)
-    repeats = is_exact and len(by_size) == 1
-    for indices in by_size.values():
-        num_batches = -(-len(indices) // at_once)
-        for part in cut(indices, num_batches):
-            images: list[Any] = [entries[index] for index in part]
-            batch_size = at_once if repeats else len(images)
-            batch = list(islice(cycle(images), batch_size))
+            views[index] = entry
+    fills_batches = is_exact and len(indices_by_size) == 1
+    for indices in indices_by_size.values():
+        num_batches = math.ceil(len(indices) / at_once)
+        for batch_indices in cut(indices, num_batches):
+            batch: list[Any] = [entries[index] for index in batch_indices]
+            if fills_batches:
+                batch = list(islice(cycle(batch), at_once))
             outputs = {name: value.float().cpu() for name, value in encode(batch).items()}
-            for position, index in enumerate(part):
-                features = {name: value[position] for name, value in outputs.items()}
-                views[index] = make_view(images[position], features)
-    return views
+            for row, index in enumerate(batch_indices):
+                features = {name: value[row] for name, value in outputs.items()}
+                views[index] = make_view(batch[row], features)
+    return [views[index] for index in range(len(entries))]
 
 
 def make_view(entry: Mapping[str, Any], features: dict[str, Tensor]) -> View:
-    """Builds a view from an output of a mapper, and the encoder's outputs for this image."""
+    """Builds a view from an output of a mapper, and the encoder's outputs for this image.
+
+    "height" and "width" in ``entry`` are the size of the original image, before it was resized.
+    """
     height, width = entry["image"].shape[-2:]
     truth: dict[str, Tensor] = {}
     if "instances" in entry:

@@ -11,7 +11,7 @@ import functools
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -38,7 +38,7 @@ class Fill(Protocol):
     def __call__(
         self, store: FeatureStore, views: AllViews, encode: Encode, *, title: str, num_workers: int
     ) -> FeatureStore:
-        """Returns a store that has a view for each index. For the arguments, see ``fill``."""
+        """Returns a store that has a view for each index. The arguments are those of ``fill``."""
 
 
 def fill(
@@ -46,8 +46,8 @@ def fill(
 ) -> FeatureStore:
     """Encodes and writes the missing files of a store, and returns it.
 
-    All processes of a run must call this function. If another run is filling the same store, the
-    function waits until the other run finishes or dies.
+    All processes of a run must call this function, and each writes a share of the files. If another
+    run is filling the same store, the function waits until the other run finishes or dies.
 
     Args:
         store: the store to fill.
@@ -68,28 +68,31 @@ def fill(
             key = json.dumps(store.key, indent=2, sort_keys=True)
             write_atomically(store.folder / _META, key.encode())
         missing = _share_missing(store)
-        damaged = [path for path in map(store.path_of, missing) if path.is_file()]
+        damaged = [store.path_of(file) for file in missing if store.path_of(file).is_file()]
         if damaged and comm.is_main_process():
             logger.warning(f"'{damaged[0]}' and {len(damaged) - 1} more are damaged: rewritten")
-        files = missing[comm.get_rank() :: comm.get_world_size()]
-        known = find_known_views(store)
-        new = [index for file in files for index in store.views_of(file) if index not in known]
-        loaded = iter(_load(views, new, title=title, num_workers=num_workers))
+        files = missing[comm.get_rank() :: comm.get_world_size()]  # the share of this process
+        readers = find_known_views(store)
+        new_indices: list[int] = []  # views that no other store contains
+        for file in files:
+            new_indices += [index for index in store.views_of(file) if index not in readers]
+        loaded = iter(_load(views, new_indices, title=title, num_workers=num_workers))
         for file in files:
             indices = store.views_of(file)
-            num_new = sum(index not in known for index in indices)
+            num_new = sum(index not in readers for index in indices)
             encoded = iter(encode(list(islice(loaded, num_new))))
-            stored = []
+            stored: list[Stored] = []
             for index in indices:
-                if index not in known:
+                if index not in readers:
                     stored.append(next(encoded))
                     continue
+                read_from_other_store = readers[index]
                 try:
-                    stored.append(known[index]())
-                except UserError:  # damaged, or removed meanwhile
+                    stored.append(read_from_other_store())
+                except UserError:  # its file was damaged or removed meanwhile
                     stored += encode([views[index]])
             store.write(file, stored)
-            if file == files[0]:  # the size of this file indicates the size of all files
+            if file == files[0]:  # after the first file, the size of the others can be estimated
                 store.check_space()
         comm.synchronize()
     return store
@@ -98,14 +101,15 @@ def fill(
 def _load(
     views: AllViews, indices: Sequence[int], *, title: str, num_workers: int
 ) -> Iterable[Mapped]:
-    """Loads views in worker processes, and shows a progress bar on the main process."""
+    """Yields the views at ``indices``, which worker processes load, with a progress bar."""
     loader: DataLoader[Any] = DataLoader(
         views,
         batch_size=None,
         sampler=indices,
         num_workers=num_workers,
         collate_fn=trivial_batch_collator,
-        generator=torch.Generator(),  # the default draws from the global generator
+        # Otherwise, the loader would draw from the global generator, and training would change.
+        generator=torch.Generator(),
     )
     return tqdm(
         loader,
@@ -118,7 +122,7 @@ def _load(
 
 
 def _share_missing(store: FeatureStore) -> list[int]:
-    """Returns the numbers of the files that are missing on the main process's disk."""
+    """Returns the numbers of the missing files, as the main process sees them."""
     missing = []
     if comm.is_main_process():
         missing = store.missing()
@@ -127,14 +131,16 @@ def _share_missing(store: FeatureStore) -> list[int]:
 
 @contextlib.contextmanager
 def _build_lock(store: FeatureStore, waiting: str) -> Iterator[None]:
-    """Holds the lock of a store on the main process, while the other processes wait.
+    """Context in which the main process of this run holds the lock of a store.
 
-    Another run may hold the lock for hours. Since a collective call times out after 30 minutes, the
-    waiting processes synchronize at regular intervals.
+    All processes wait for the lock. Another run may hold it for hours, but collective calls time
+    out after 30 minutes. Therefore the waiting processes synchronize at regular intervals. At the
+    first wait, the log has the message ``waiting``.
     """
     lock = FileLock(store.folder / "build.lock")
     is_main = comm.is_main_process()
-    seconds = 0.1
+    timeout = 0.1  # seconds, for the first try
+    has_logged = False
     if is_main:
         with naming_the_key():
             check_writable(store.path_of(0))
@@ -143,48 +149,60 @@ def _build_lock(store: FeatureStore, waiting: str) -> Iterator[None]:
         while True:
             if is_main:
                 with contextlib.suppress(Timeout):
-                    lock.acquire(timeout=seconds)
-            if comm.all_gather(lock.is_locked)[0]:
+                    lock.acquire(timeout=timeout)
+            main_has_lock = comm.all_gather(lock.is_locked)[0]
+            if main_has_lock:
                 break
-            if is_main and seconds < 1:
+            if is_main and not has_logged:
                 logger.info(waiting)
-            seconds = _SECONDS_BETWEEN_LINES
+                has_logged = True
+            timeout = _SECONDS_BETWEEN_LINES
         yield
     finally:
         lock.release()
 
 
 def find_known_views(store: FeatureStore) -> dict[int, Callable[[], Stored]]:
-    """Maps indices of a store's views to functions that read them from other stores.
+    """Finds views of a store that other stores contain.
 
-    The other stores are in the same folder. A view depends on its record, and on the key without
-    the list of records. So stores whose keys, including the root folder of the images, differ only
-    in this list share views.
+    Returns a dict from the index of such a view to a function that reads it. The other stores are
+    in the same parent folder. Their keys, including the root folder of the images, differ from this
+    store's key only in the list of records. Records are compared by their hashes.
     """
-    known: dict[int, Callable[[], Stored]] = {}
-    for key, other in _find_similar(store):
-        other_rows = {record: row for row, record in enumerate(key["records"])}
-        missing = {index for file in other.missing() for index in other.views_of(file)}
-        count = key["views_per_image"]
-        for row, record in enumerate((store.key or {})["records"]):
-            if record not in other_rows:
-                continue
-            for number in range(count):
-                other_index = other_rows[record] * count + number
-                if other_index not in missing:
-                    known[row * count + number] = functools.partial(other.read, other_index)
-    return known
-
-
-def _find_similar(store: FeatureStore) -> Iterator[tuple[dict[str, Any], FeatureStore]]:
-    """Yields the keys and stores in the same folder whose key differs only in the records."""
     if not store.key:
-        return
-    shared_key = {**store.key, "records": None}
+        return {}
+    readers: dict[int, Callable[[], Stored]] = {}
+    for other_key, other in _find_similar(store, store.key):
+        other_rows = {record_hash: row for row, record_hash in enumerate(other_key["records"])}
+        missing: set[int] = set()
+        for file in other.missing():
+            missing.update(other.views_of(file))
+        num_views = other_key["views_per_image"]  # the same in both stores
+        for row, record_hash in enumerate(store.key["records"]):
+            if record_hash not in other_rows:
+                continue
+            for view_number in range(num_views):
+                index = row * num_views + view_number
+                other_index = other_rows[record_hash] * num_views + view_number
+                if other_index not in missing:
+                    readers[index] = functools.partial(other.read, other_index)
+    return readers
+
+
+def _find_similar(
+    store: FeatureStore, key: Mapping[str, Any]
+) -> Iterator[tuple[dict[str, Any], FeatureStore]]:
+    """Yields the other stores beside ``store`` whose keys differ from ``key`` only in the records.
+
+    Yields pairs of a key and its store.
+    """
+    key_without_records = {**key, "records": None}
     for path in sorted(store.folder.parent.glob(f"*/{_META}")):
-        # It may have been removed meanwhile, or belong to another program.
+        if path.parent == store.folder:
+            continue
+        # The file may have been removed meanwhile, or belong to another program.
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-            key = json.loads(path.read_text(encoding="utf-8"))
-            if path.parent != store.folder and {**key, "records": None} == shared_key:
-                num_views = key["views_per_image"] * len(key["records"])
-                yield key, FeatureStore(path.parent, num_views, dtype=store.dtype)
+            other_key = json.loads(path.read_text(encoding="utf-8"))
+            if {**other_key, "records": None} == key_without_records:
+                num_views = other_key["views_per_image"] * len(other_key["records"])
+                yield other_key, FeatureStore(path.parent, num_views, dtype=store.dtype)

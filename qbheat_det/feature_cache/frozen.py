@@ -74,7 +74,8 @@ class CachedViews:
         self.count = count
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError | None:
-        view = self.store.read(dataset_dict[VIEW_ROW] * self.count + choose_view(self.count))
+        view_number = choose_view(self.count)
+        view = self.store.read(dataset_dict[VIEW_ROW] * self.count + view_number)
         if not isinstance(view, View):
             return view
         entry = {key: dataset_dict[key] for key in _KEPT if key in dataset_dict}
@@ -107,14 +108,15 @@ class CachedFeatures:
             cfg: config of the run.
             model: the model to train.
             backbone: the part of ``model`` that outputs the features.
-            fill: encodes the views that a store lacks. A dry run encodes only a few of them.
+            fill: completes a store. A dry run passes a function that encodes only a few views.
         """
         self._cfg = cfg
         self._model = model
         self._backbone = backbone
         self._task = find_task(cfg)
         self._fill = fill
-        self._views: dict[str, FixedViews] = {}
+        self._views: dict[str, FixedViews] = {}  # by title of the training stream
+        # By name of the test set: its records, and the mapper that reads their features.
         self._tests: dict[str, tuple[Sequence[dict[str, Any]], CachedViews]] = {}
 
     def prepare(self, stream: TrainStream) -> None:
@@ -134,7 +136,11 @@ class CachedFeatures:
             self._cache_test_sets()
 
     def _cache_stream(self, title: str, stream: TrainStream, mapper: Mapper) -> CachedViews:
-        """Completes the cache of a stream. At the first call, ``mapper`` must be ``FixedViews``."""
+        """Completes the cache of a stream, and returns the mapper that reads it.
+
+        ``mapper`` is the stream's present mapper, which must be ``FixedViews`` at the first call.
+        If it is the result of an earlier call, the same views are cached again.
+        """
         if isinstance(mapper, FixedViews):
             self._views[title] = mapper
         return self._cache(title, AllViews(stream.dataset, self._views[title]), is_train=True)
@@ -144,7 +150,8 @@ class CachedFeatures:
 
         If ``prepare`` was not called for the current weights, encodes the test sets first.
         """
-        if not (self._backbone.is_trusted and dataset_name in self._tests):
+        is_cached = self._backbone.is_trusted and dataset_name in self._tests
+        if not is_cached:
             with self._backbone.encoding(self._device):
                 self._share_weights()
                 self._cache_test_sets()
@@ -164,11 +171,12 @@ class CachedFeatures:
         """Broadcasts the main process's encoder, as random weights differ between processes."""
         if comm.get_world_size() > 1:
             for tensor in self._backbone.encoder.state_dict().values():
-                sent = tensor.contiguous()  # broadcast needs contiguous tensors
-                torch.distributed.broadcast(sent, src=0)
-                tensor.copy_(sent)
+                contiguous = tensor.contiguous()  # as ``broadcast`` needs it; may be a copy
+                torch.distributed.broadcast(contiguous, src=0)
+                tensor.copy_(contiguous)
 
     def _cache_test_sets(self) -> None:
+        """Completes the caches of all test sets, and then declares the features to be valid."""
         cfg = self._cfg
         for name in cfg.DATASETS.TEST:
             records = self._task.load_test_set(cfg, name)
@@ -182,7 +190,8 @@ class CachedFeatures:
     def _cache(self, title: str, views: AllViews, *, is_train: bool) -> CachedViews:
         """Completes the cache of a data set, and returns the mapper that reads it."""
         cfg = self._cfg
-        backbone: Any = get_backbone(self._model)  # with the feature pyramid, if there is one
+        # The feature pyramid, if there is one, sets the padding of images.
+        backbone: Any = get_backbone(self._model)
         store = open_store(
             cfg,
             self._backbone.encoder,
@@ -201,10 +210,13 @@ class CachedFeatures:
         return CachedViews(store, views.views.count)
 
     def _encode(self, entries: Sequence[Mapped], *, is_train: bool, is_exact: bool) -> list[Stored]:
-        # Rounding depends on the batch size, so use the same batch size as without a cache.
+        """Encodes outputs of a mapper, with the batch size and mode of a run without a cache.
+
+        Both affect rounding. ``is_exact`` fills up small batches, as in ``encode_images``.
+        """
         if is_train:
-            num_parts = comm.get_world_size() * self._cfg.SOLVER.ACCUMULATE
-            batch_size = max(1, self._cfg.SOLVER.IMS_PER_BATCH // num_parts)
+            num_micro_batches = comm.get_world_size() * self._cfg.SOLVER.ACCUMULATE
+            batch_size = max(1, self._cfg.SOLVER.IMS_PER_BATCH // num_micro_batches)
         else:
             batch_size = self._task.batch_size
         at_once = min(VIEWS_PER_FILE, batch_size)
@@ -222,9 +234,19 @@ def use_cached_features(
 ) -> CachedFeatures | None:
     """Replaces a model's encoder by a ``CachedBackbone``, if ``MODEL.CACHE_FEATURES.ENABLED``.
 
-    Changes the model in place, and must be called before the model is optimized, wrapped or copied.
-    For ``fill``, see ``CachedFeatures``. Raises a ``UserError`` that explains why the model cannot
-    be trained from a cache.
+    Changes the model in place, and must be called before the optimizer is built, and before the
+    model is wrapped or copied.
+
+    Args:
+        cfg: config of the run.
+        model: the model to train.
+        fill: completes a store. A dry run passes a function that encodes only a few views.
+
+    Returns:
+        The object that builds the caches; None if they are not enabled.
+
+    Raises:
+        UserError: the model cannot be trained from a cache; the message gives the reason.
     """
     if not cfg.MODEL.CACHE_FEATURES.ENABLED:
         return None
@@ -277,32 +299,32 @@ def check_frozen(model: nn.Module, encoder: Backbone, freeze_at: int) -> None:
     Raises a ``UserError`` if the model pre-trains its encoder, if it does not support cached
     features, or if a part of the encoder changes in training or drops values at random.
     """
-    kind = type(model).__name__
-    name = type(encoder).__name__
+    model_name = type(model).__name__
+    encoder_name = type(encoder).__name__
     if isinstance(model, PretrainingObjective):
-        raise UserError(f"{kind} pre-trains its encoder, which cannot be cached: {OFF}")
+        raise UserError(f"{model_name} pre-trains its encoder, which cannot be cached: {OFF}")
     if isinstance(model, GeneralizedRCNN) or not isinstance(model, PreparesImages):
-        raise UserError(f"{kind} does not support cached features: {OFF}")
+        raise UserError(f"{model_name} does not support cached features: {OFF}")
     changing = [path for path, p in encoder.named_parameters() if p.requires_grad]
-    stays_in_eval = keeps_backbone_in_eval(model) and not changing
+    if keeps_backbone_in_eval(model) and not changing:
+        return  # in eval mode, BatchNorm and dropout do not change the features
     modules = list(encoder.named_modules())
-    if stays_in_eval:  # then BatchNorm and dropout have no effect
-        modules = []
     changing += [path for path, module in modules if isinstance(module, _BatchNorm)]
     if changing:
         raise UserError(
-            f"'{changing[0]}' and {len(changing) - 1} more of {name} change in training: set "
-            f"MODEL.BACKBONE.FREEZE_AT to {get_freeze_all(encoder)} instead of {freeze_at}, or "
+            f"'{changing[0]}' and {len(changing) - 1} more of {encoder_name} change in training: "
+            f"set MODEL.BACKBONE.FREEZE_AT to {get_freeze_all(encoder)} instead of {freeze_at}, or "
             f"{OFF}"
         )
     for path, module in modules:
         if _get_drop_rate(module):
-            raise UserError(f"'{path}' of {name} drops values in training: {OFF}")
+            raise UserError(f"'{path}' of {encoder_name} drops values in training: {OFF}")
 
 
 def _get_drop_rate(module: nn.Module) -> float:
+    """Returns the probability with which a module drops values in training; 0 if it drops none."""
     if isinstance(module, _DropoutNd | StochasticDepth):
         return float(module.p)
     if isinstance(module, nn.MultiheadAttention):
         return float(module.dropout)
-    return float(getattr(module, "drop_prob", 0.0) or 0.0)  # of DropPath, as in timm
+    return float(getattr(module, "drop_prob", 0.0) or 0.0)  # timm's DropPath; it may be None

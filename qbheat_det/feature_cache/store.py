@@ -31,7 +31,7 @@ from qbheat_det.data import DataError, FixedViews
 FORMAT_VERSION = 6
 VIEWS_PER_FILE = 32
 _METADATA_KEY = "qbheat_det"
-_TRUTH = {"gt_boxes": torch.float32, "gt_classes": torch.int64, "label": torch.int64}
+_TRUTH_DTYPES = {"gt_boxes": torch.float32, "gt_classes": torch.int64, "label": torch.int64}
 _REMOVE = "remove it and start again with --resume"
 # Reading a damaged file, or a file of another program, may raise any of these errors.
 _DAMAGES = (
@@ -64,15 +64,18 @@ class View:
 
 
 Stored = View | DataError | None
-"""A view, or the error or None that the mapper returned instead."""
+"""An entry of a store: a view, or the error or None that the mapper returned for it."""
 Mapped = dict[str, Any] | DataError | None
-"""A dict that a mapper returned, or the error or None that it returned instead."""
+"""An output of a mapper: a dict with an image, or an error, or None for an image to leave out."""
 Encode = Callable[[list[Mapped]], list[Stored]]
-"""Maps outputs of a mapper to views, see ``encode_images``."""
+"""A function that runs an encoder on outputs of a mapper, such as ``encode_images``."""
 
 
 class AllViews(Dataset[Mapped]):
-    """All views of all records. View k (of K) of the record in row r has the index r * K + k."""
+    """A data set of all views of all records.
+
+    There are K views of each record. View k of record r has the index r * K + k.
+    """
 
     def __init__(self, records: Sequence[dict[str, Any]], views: FixedViews) -> None:
         self.records = records
@@ -82,12 +85,12 @@ class AllViews(Dataset[Mapped]):
         return len(self.records) * self.views.count
 
     def __getitem__(self, index: int) -> Mapped:
-        row, number = divmod(index, self.views.count)
-        return self.views.view(self.records[row], number)
+        row, view_number = divmod(index, self.views.count)
+        return self.views.view(self.records[row], view_number)
 
 
 class FeatureStore:
-    """A store of views on disk, with the indices of ``AllViews``."""
+    """A folder of views on disk. Its indices are those of ``AllViews``."""
 
     def __init__(
         self,
@@ -97,20 +100,27 @@ class FeatureStore:
         dtype: torch.dtype = torch.float16,
         key: Mapping[str, Any] | None = None,
     ) -> None:
-        """Opens a folder of ``num_views`` views. It may be missing or incomplete, see ``fill``.
-
-        ``dtype`` is the type of the stored features. ``key`` is written to ``meta.json`` by
-        ``fill``. It contains the values on which the features depend, see ``make_key``.
+        """
+        Args:
+            folder: the folder, which may be missing or incomplete.
+            num_views: number of views in the complete store.
+            dtype: type of the stored features.
+            key: everything that affects the features. ``fill`` writes it to ``meta.json``.
         """
         self.folder = Path(folder)
         self.num_views = num_views
         self.dtype = dtype
         self.key = key
-        # Maps file numbers to the metadata of the views and a memory-mapped handle.
+        # Open files by number: the metadata of the views, and the handle of the mapped file.
         self._files: dict[int, tuple[dict[str, Any], Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": {}}  # spawned workers open the files themselves
+
+    @property
+    def num_files(self) -> int:
+        """Number of files of the complete store."""
+        return math.ceil(self.num_views / VIEWS_PER_FILE)
 
     def views_of(self, file: int) -> range:
         """Returns the indices of the views in a file."""
@@ -123,7 +133,7 @@ class FeatureStore:
     def missing(self) -> list[int]:
         """Returns the numbers of files that are missing, damaged or from another cache."""
         missing = []
-        for file in range(-(-self.num_views // VIEWS_PER_FILE)):
+        for file in range(self.num_files):
             try:
                 self._read_header(file)
             except UserError:
@@ -131,7 +141,7 @@ class FeatureStore:
         return missing
 
     def read(self, view_index: int) -> Stored:
-        """Returns a copy of a view. If the mapper returned an error or None for it, returns that.
+        """Returns a copy of a view, or the error or None that the mapper returned for it.
 
         Raises:
             UserError: the file is missing, damaged or from another cache.
@@ -142,70 +152,78 @@ class FeatureStore:
         try:
             if file not in self._files:
                 self._files[file] = self._read_header(file)
-            return self._parse(view_index, *self._files[file])
+            views, tensors = self._files[file]
+            return self._parse(view_index, views, tensors)
         except _DAMAGES as error:
             raise UserError(f"'{self.path_of(file)}' is damaged ({error}): {_REMOVE}") from error
 
     def _parse(self, view_index: int, views: dict[str, Any], tensors: Any) -> Stored:
-        about = views[str(view_index)]
-        if about is None:
+        """Builds a view from an open file: the metadata of its views, and the handle."""
+        metadata = views[str(view_index)]
+        if metadata is None:
             return None
-        if "error" in about:
-            return DataError(**about["error"])
-        # All outputs share one copy, because a worker sends each block of memory separately.
-        values = tensors.get_tensor(str(view_index)).clone()
-        if _hash(values) != about["crc32"]:
+        if "error" in metadata:
+            return DataError(**metadata["error"])
+        # All features of a view stay in one tensor, because a worker process sends each block of
+        # memory separately.
+        values = tensors.get_tensor(str(view_index)).clone()  # (sum of all sizes,)
+        if _hash(values) != metadata["crc32"]:
             raise ValueError("its checksum differs")
-        shapes = about["shapes"]
-        parts = values.split([math.prod(shape) for shape in shapes.values()])
-        features = {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
-        truth = {
-            name: torch.tensor(value, dtype=_TRUTH[name])
-            for name, value in about["ground_truth"].items()
-        }
-        if "gt_boxes" in truth:
-            truth["gt_boxes"] = truth["gt_boxes"].reshape(-1, 4)  # (0, 4) without boxes
-        height, width = about["image_size"]
-        full_size = about["full_size"]
+        shapes = metadata["shapes"]
+        flat_features = values.split([math.prod(shape) for shape in shapes.values()])
+        features: dict[str, Tensor] = {}
+        for name, flat in zip(shapes, flat_features, strict=True):
+            features[name] = flat.view(shapes[name])
+        ground_truth: dict[str, Tensor] = {}
+        for name, value in metadata["ground_truth"].items():
+            tensor = torch.tensor(value, dtype=_TRUTH_DTYPES[name])
+            if name == "gt_boxes":
+                tensor = tensor.reshape(-1, 4)  # an empty list becomes (0, 4)
+            ground_truth[name] = tensor
+        height, width = metadata["image_size"]
+        full_size = metadata["full_size"]
         if full_size is not None:
             full_size = tuple(full_size)
-        return View(features, (height, width), truth, full_size)
+        return View(features, (height, width), ground_truth, full_size)
 
     def write(self, file: int, views: Sequence[Stored]) -> None:
         """Writes the views of a file atomically. Raises a ``UserError`` if it cannot store them."""
-        tensors: dict[str, Tensor] = {}
-        abouts: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {}  # the features of each view, flat, by index of the view
+        metadata: dict[str, Any] = {}  # by index of the view
         for index, view in zip(self.views_of(file), views, strict=True):
             if view is None:
-                abouts[str(index)] = None
+                metadata[str(index)] = None
                 continue
             if isinstance(view, DataError):
-                abouts[str(index)] = {"error": asdict(view)}
+                metadata[str(index)] = {"error": asdict(view)}
                 continue
-            rounded = [
-                _round(feature, self.dtype, f"the encoder's output '{name}' for view {index}")
-                for name, feature in view.features.items()
-            ]
-            tensors[str(index)] = torch.cat([feature.flatten() for feature in rounded])
-            abouts[str(index)] = {
-                "crc32": _hash(tensors[str(index)]),
+            flat_features = []
+            for name, feature in view.features.items():
+                title = f"the encoder's output '{name}' for view {index}"
+                flat_features.append(_round(feature, self.dtype, title).flatten())
+            values = torch.cat(flat_features)
+            tensors[str(index)] = values
+            metadata[str(index)] = {
+                "crc32": _hash(values),
                 "shapes": {name: list(feature.shape) for name, feature in view.features.items()},
                 "image_size": view.image_size,
                 "full_size": view.full_size,
                 # JSON has double precision, which represents single precision exactly.
                 "ground_truth": {name: value.tolist() for name, value in view.ground_truth.items()},
             }
-        about = {"format": FORMAT_VERSION, "cache": self.folder.name, "views": abouts}
-        content = safetensors.torch.save(tensors, {_METADATA_KEY: json.dumps(about)})
+        header = {"format": FORMAT_VERSION, "cache": self.folder.name, "views": metadata}
+        content = safetensors.torch.save(tensors, {_METADATA_KEY: json.dumps(header)})
         with naming_the_key():
             write_atomically(self.path_of(file), content)
-        self._files.pop(file, None)
+        self._files.pop(file, None)  # if an old version is open, ``read`` opens the file again
 
     def check_space(self) -> None:
-        """Raises a ``UserError`` if the disk lacks space for the files that are still missing."""
+        """Raises a ``UserError`` if the disk lacks space for the files that are still missing.
+
+        Assumes that each of them is as large as the largest existing file.
+        """
         sizes = [path.stat().st_size for path in self.folder.glob("*.safetensors")]
-        num_files = -(-self.num_views // VIEWS_PER_FILE)
-        needed = (num_files - len(sizes)) * max(sizes)
+        needed = (self.num_files - len(sizes)) * max(sizes)
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise UserError(
@@ -215,23 +233,27 @@ class FeatureStore:
             )
 
     def _read_header(self, file: int) -> tuple[dict[str, Any], Any]:
+        """Opens a file. Returns the metadata of its views, by index, and the handle of the file.
+
+        Raises a ``UserError`` if the file is missing, damaged or from another cache.
+        """
         path = self.path_of(file)
-        view_indices = [str(index) for index in self.views_of(file)]
-        expected = (FORMAT_VERSION, self.folder.name, view_indices)
+        expected_indices = [str(index) for index in self.views_of(file)]
+        expected = (FORMAT_VERSION, self.folder.name, expected_indices)
         try:
             tensors = safetensors.safe_open(path, framework="pt")
-            about = json.loads(tensors.metadata()[_METADATA_KEY])
-            stored = (about["format"], about["cache"], list(about["views"]))
+            header = json.loads(tensors.metadata()[_METADATA_KEY])
+            stored = (header["format"], header["cache"], list(header["views"]))
         except _DAMAGES as error:
             raise UserError(f"'{path}' cannot be read ({error}): {_REMOVE}") from error
         if stored != expected:
             raise UserError(f"'{path}' belongs to another cache: {_REMOVE}")
-        return about["views"], tensors
+        return header["views"], tensors
 
 
 @contextlib.contextmanager
 def naming_the_key() -> Iterator[None]:
-    """Adds the config key of the folder to errors of writing."""
+    """Context that adds the config key of the folder to the message of a ``UserError``."""
     try:
         yield
     except UserError as error:
@@ -243,12 +265,13 @@ def _hash(values: Tensor) -> int:
     return zlib.crc32(values.view(torch.uint8).numpy().data)
 
 
-def _round(feature: Tensor, dtype: torch.dtype, named: str) -> Tensor:
+def _round(feature: Tensor, dtype: torch.dtype, title: str) -> Tensor:
+    """Converts a feature to the stored type; raises a ``UserError`` if a value is not finite."""
     rounded = feature.detach().to(dtype)
     if rounded.isfinite().all():
         return rounded
     hint = "check the weights and MODEL.PIXEL_MEAN"
     if feature.isfinite().all():
         hint = "set MODEL.CACHE_FEATURES.DTYPE to bfloat16 or float32"
-    reached = float(feature.detach().abs().max())
-    raise UserError(f"{named} reaches {reached:.4g}, beyond {dtype}: {hint}")
+    largest = float(feature.detach().abs().max())
+    raise UserError(f"{title} reaches {largest:.4g}, beyond {dtype}: {hint}")

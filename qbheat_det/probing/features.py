@@ -6,6 +6,7 @@ whole images, with fvcore's implementation of "Rethinking 'Batch' in BatchNorm",
 """
 
 import logging
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,17 +28,19 @@ from qbheat_det.modeling.contracts import normalise_pixels, optional_modules
 
 logger = logging.getLogger(__name__)
 _HELD_OUT_SHARE = 0.2  # of each class
-_CHUNK = 256  # number of images processed at a time
-_MIN_STD = 1e-6  # relative standard deviation below which a channel is constant
+_CHUNK = 256  # number of images whose features are converted to float64 together
+_MIN_STD = 1e-6  # channels with less than this share of the largest std count as constant
 
 
 @dataclass(frozen=True)
 class FrozenFeatures:
     """Features of N images, on the CPU.
 
-    ``maps`` (N, C, H, W) are optional feature maps in float16. ``pooled`` (N, C) is the mean of the
-    feature maps over positions. ``tokens`` (N, M, D) are None if the backbone has no tokens.
-    ``labels`` are (N,).
+    Attributes:
+        pooled: means of the feature maps over all positions, (N, C).
+        labels: classes, (N,).
+        maps: feature maps in float16, (N, C, H, W); None if they were not kept.
+        tokens: tokens, (N, M, D); None if the backbone has no tokens.
     """
 
     pooled: Tensor
@@ -75,32 +78,38 @@ def cache_features(
     keep_maps: bool = False,
     memory_gb: float = 8.0,
 ) -> FrozenFeatures:
-    """Runs a backbone on batches of dicts with "label", and returns its features.
+    """Runs a backbone on all images, and returns its features.
 
-    ``describe`` runs the backbone on a batch and returns its outputs by name: the feature map
-    ``feature`` (N, C, H, W), and "tokens" (N, M, D) if it has tokens. All batches together have
-    at most ``num_images`` images. ``keep_maps`` also keeps feature maps, clipped to the range of
-    float16. Raises a ``UserError`` if they need more than ``memory_gb``.
+    Args:
+        describe: runs the backbone on a batch, and returns its outputs by name.
+        batches: the images, as lists of dicts with "label".
+        num_images: largest number of images in all batches together.
+        feature: name of the feature map (N, C, H, W) in the outputs.
+        keep_maps: whether to keep feature maps, clipped to the range of float16.
+        memory_gb: memory limit for feature maps, in GB.
+
+    Raises:
+        UserError: the feature maps need more than ``memory_gb``.
     """
     pooled: list[Tensor] = []
     tokens: list[Tensor] = []
     labels: list[int] = []
     maps: Tensor | None = None
+    largest = torch.finfo(torch.float16).max
     for batch in batches:
         outputs = describe(batch)
-        batch_maps = outputs[feature].float()
-        if keep_maps:
-            if maps is None:
-                needed = num_images * batch_maps[0].numel() * torch.float16.itemsize / 1e9
-                if needed > memory_gb:
-                    raise UserError(
-                        f"the maps of {num_images:,} images take {needed:.1f} GB of memory, more "
-                        f"than --memory-gb {memory_gb:.1f}: raise it, or probe without tran-k"
-                    )
-                maps = torch.empty((num_images, *batch_maps.shape[1:]), dtype=torch.float16)
-            largest = torch.finfo(maps.dtype).max
-            clipped = batch_maps.clamp(-largest, largest)
-            maps[len(labels) : len(labels) + len(batch)] = clipped.cpu()
+        batch_maps = outputs[feature].float()  # (N, C, H, W)
+        if keep_maps and maps is None:  # the first batch, which tells the size of a map
+            needed = num_images * batch_maps[0].numel() * torch.float16.itemsize / 1e9
+            if needed > memory_gb:
+                raise UserError(
+                    f"the maps of {num_images:,} images take {needed:.1f} GB of memory, more "
+                    f"than --memory-gb {memory_gb:.1f}: raise it, or probe without tran-k"
+                )
+            maps = torch.empty((num_images, *batch_maps.shape[1:]), dtype=torch.float16)
+        if maps is not None:
+            begin = len(labels)  # number of images so far
+            maps[begin : begin + len(batch)] = batch_maps.clamp(-largest, largest).cpu()
         pooled.append(batch_maps.mean(dim=(2, 3)).cpu())
         if "tokens" in outputs:
             tokens.append(outputs["tokens"].float().cpu())
@@ -116,8 +125,8 @@ def cache_features(
 def split_by_class(labels: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Splits images with ``labels`` (N,) into training and held-out images.
 
-    Returns sorted indices of both. A fifth of each class is held out, but at least one image if the
-    class has two or more.
+    Returns the sorted indices of the training images, and those of the held-out images. A fifth of
+    each class is held out. If a class has two or more images, at least one is held out.
     """
     generator = random.Random(seed)
     is_held_out = torch.zeros(len(labels), dtype=torch.bool)
@@ -127,21 +136,26 @@ def split_by_class(labels: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
             count = max(1, round(_HELD_OUT_SHARE * len(indices)))
             count = min(count, len(indices) - 1)
             is_held_out[generator.sample(indices, count)] = True
-    return (~is_held_out).nonzero()[:, 0], is_held_out.nonzero()[:, 0]
+    training_indices = (~is_held_out).nonzero()[:, 0]
+    held_out_indices = is_held_out.nonzero()[:, 0]
+    return training_indices, held_out_indices
 
 
 def channel_statistics(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the mean and 1 / std (C,), float64, of channels (N, C, ...).
+    """Returns the mean and 1 / std of each channel of features (N, C, ...), both (C,) in float64.
 
     For constant channels, 1 / std is replaced by 0.
     """
-    count = features.numel() // features.shape[1]
+    count = features.numel() // features.shape[1]  # number of values of a channel
+    # (N, C) features become (N, C, 1), and maps (N, C, H, W) become (N, C, HW).
     parts = [part[..., None].flatten(2) for part in features.split(_CHUNK)]
-    mean = torch.stack([part.double().sum(dim=(0, 2)) for part in parts]).sum(dim=0) / count
+    sums = [part.double().sum(dim=(0, 2)) for part in parts]
+    mean = torch.stack(sums).sum(dim=0) / count
     squares = [(part.double() - mean[:, None]).square().sum(dim=(0, 2)) for part in parts]
     std = (torch.stack(squares).sum(dim=0) / count).sqrt()
-    varies = std > _MIN_STD * std.max()
-    return mean, torch.where(varies, 1 / std.clamp(min=torch.finfo(std.dtype).tiny), 0.0)
+    inverse_std = 1 / std.clamp(min=torch.finfo(std.dtype).tiny)
+    is_varying = std > _MIN_STD * std.max()
+    return mean, torch.where(is_varying, inverse_std, 0.0)
 
 
 def measure_accuracy(logits: Tensor, labels: Tensor) -> float:
@@ -159,24 +173,39 @@ def recalibrate_bn(
     pixel_std: Sequence[float],
     batch_size: int = 32,
 ) -> int:
-    """Recomputes the statistics of a backbone's BatchNorms over all positions of ``images``.
+    """Recomputes the running statistics of a backbone's BatchNorms on ``images``.
 
-    Images are (3, H, W), as returned by a dataset mapper. During recalibration, BatchNorms use
-    batch statistics, as in training. A batch has images of one size. Frozen BatchNorms do not
-    change. Returns the number of changed BatchNorms. Raises a ``UserError`` without images.
+    During recalibration, BatchNorms use batch statistics, as in training. A batch has images of one
+    size. Frozen BatchNorms do not change.
+
+    Args:
+        backbone: the backbone, which is changed in place.
+        images: images (3, H, W), as returned by a dataset mapper.
+        pixel_mean: mean of each channel, which is subtracted.
+        pixel_std: standard deviation of each channel, by which the difference is divided.
+        batch_size: largest number of images in a batch.
+
+    Returns:
+        The number of changed BatchNorms.
+
+    Raises:
+        UserError: there are no images.
     """
     if not images:
         raise UserError("BatchNorm is recalibrated on images, but there are none")
     norms = [module for module in backbone.modules() if isinstance(module, BN_MODULE_TYPES)]
-    by_size: dict[torch.Size, list[Tensor]] = {}
+    images_by_size: dict[torch.Size, list[Tensor]] = {}
     for image in images:
-        by_size.setdefault(image.shape, []).append(image)
+        images_by_size.setdefault(image.shape, []).append(image)
     batches: list[list[Tensor]] = []
-    for group in by_size.values():  # in parts of about equal size, so that no batch is small
-        batches += cut(group, -(-len(group) // batch_size))
+    for equal_images in images_by_size.values():
+        # Batches of about equal size, because statistics of a small batch are noisy.
+        num_batches = math.ceil(len(equal_images) / batch_size)
+        batches += cut(equal_images, num_batches)
     device = next(backbone.parameters()).device
 
     def normalise(batch: list[Tensor]) -> Tensor:
+        """Returns the input (N, 3, H, W) of the backbone, padded if it needs this."""
         normalised = [normalise_pixels(image.to(device), pixel_mean, pixel_std) for image in batch]
         return ImageList.from_tensors(normalised, backbone.size_divisibility).tensor
 
@@ -207,10 +236,10 @@ def training_records(cfg: CfgNode) -> list[dict[str, Any]]:
 def read_whole_images(
     cfg: CfgNode, records: Sequence[dict[str, Any]], num_images: int
 ) -> list[Tensor]:
-    """Returns images (3, H, W), as the config's evaluation mapper returns them.
+    """Reads a sample of ``num_images`` images (3, H, W) with the config's mapper for evaluation.
 
-    The images are a random but fixed sample of ``records``. Unreadable images are skipped with a
-    warning. Raises a ``UserError`` if no image can be read.
+    The sample is random, but the same in each call. Unreadable images are skipped with a warning.
+    Raises a ``UserError`` if no image can be read.
     """
     chosen = random.Random(0).sample(list(records), min(num_images, len(records)))
     mapper = build_mapper(cfg, is_train=False)
@@ -226,10 +255,10 @@ def read_whole_images(
 
 
 def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
-    """Loads the tensors of ``backbone`` from weights of a whole model or of a backbone alone.
+    """Loads a backbone from the weights of a whole model or of a backbone alone.
 
-    Returns the metadata of the file. Raises a ``UserError`` if the file's backbone has other
-    tensors.
+    Returns the metadata of the file, or None. Raises a ``UserError`` if the backbone in the file
+    has other tensors than ``backbone``.
     """
     state, info = read_weights(weights)
     bare_names = bare_backbone(state)
@@ -255,17 +284,24 @@ def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
 
 
 def find_feature(backbone: Backbone, wanted: str = "") -> str:
-    """Returns the name of the map to probe, by default the last one with the coarsest stride."""
-    strides = {
-        name: shape.stride for name, shape in backbone.output_shape().items() if shape.stride
-    }
-    if wanted and wanted not in strides:
+    """Returns the name of the feature map to probe.
+
+    It is ``wanted``, or else the map with the coarsest stride, and of several the last one. Raises
+    a ``UserError`` if the backbone has no map ``wanted``.
+    """
+    strides: dict[str, int] = {}
+    for name, shape in backbone.output_shape().items():
+        if shape.stride:  # tokens have no stride
+            strides[name] = shape.stride
+    if not wanted:
+        return max(reversed(strides), key=lambda name: strides[name])
+    if wanted not in strides:
         raise UserError(f"the backbone has no map '{wanted}', but {', '.join(strides)}")
-    return wanted or max(reversed(strides), key=strides.__getitem__)
+    return wanted
 
 
 def count_images_seen(info: WeightsInfo | None) -> int | None:
-    """Returns the number of images seen in training. None if unknown, as in converted files."""
+    """Returns the number of images seen in training: iterations x batch size. None if unknown."""
     if info is None:
         return None
     batch_size = info.value_of("SOLVER.IMS_PER_BATCH")

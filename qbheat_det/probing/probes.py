@@ -5,15 +5,19 @@ The linear probe is multinomial logistic regression on standardized features, fi
 problem is convex, so the L2 penalty is its only hyperparameter. Standardization replaces the
 QB-Heat paper's BatchNorm without scale and offset.
 
-Decoder, AdamW, weight decay and label smoothing of tran-k follow Table 11 of the QB-Heat paper.
-Deviations: Images are not augmented, because feature maps are cached. Dropout and the number of
-epochs are selected for each encoder. The learning rate is constant, and weights are averaged over
-about one epoch. Therefore one training run evaluates all numbers of epochs. Feature maps are
-whitened, for faster convergence.
+The decoder, AdamW, weight decay and label smoothing of tran-k follow Table 11 of the QB-Heat paper.
+It differs from the paper in these points:
+
+- Images are not augmented, because feature maps are cached.
+- Dropout and the number of epochs are selected for each encoder.
+- The learning rate is constant, and weights are averaged over about one epoch. So one training run
+  tries all numbers of epochs.
+- Feature maps are whitened, for faster convergence.
 
 Hyperparameters of both probes are selected on held-out *training* images.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,7 +41,7 @@ _HISTORY_SIZE = 20  # of L-BFGS
 _MIN_CURVATURE = 1e-12
 _TRIAL_TOLERANCE = 1e-3  # tolerance of the gradient in trials
 _MAP = "map"
-_CHUNK = 256  # number of images processed at a time in inference
+_CHUNK = 256  # largest number of images in a batch of inference
 _VARIANCE_FLOOR = 1e-2  # added to the variances of principal components, whose mean is 1
 
 
@@ -45,9 +49,12 @@ _VARIANCE_FLOOR = 1e-2  # added to the variances of principal components, whose 
 class LinearProbe:
     """A linear classifier on standardized features (N, D), in float64.
 
-    ``mean`` and ``scale`` (D,) are computed on the training images. The last column of ``weight``
-    (K, D + 1) is the bias. ``l2`` is the penalty. ``gradient`` is the largest absolute entry of the
-    final gradient.
+    Attributes:
+        mean: mean (D,) of each feature over the training images.
+        scale: 1 / std (D,) of each feature over the training images.
+        weight: weights (K, D + 1). The last column is the bias.
+        l2: the L2 penalty.
+        gradient: largest absolute entry of the gradient at the end of the fit.
     """
 
     mean: Tensor
@@ -58,7 +65,8 @@ class LinearProbe:
 
     def __call__(self, features: Tensor) -> Tensor:
         """Returns the logits (N, K) of features (N, D)."""
-        return _with_one((features.double() - self.mean) * self.scale) @ self.weight.T
+        standardized = (features.double() - self.mean) * self.scale
+        return _with_one(standardized) @ self.weight.T
 
 
 def fit_linear_probe(
@@ -66,32 +74,36 @@ def fit_linear_probe(
 ) -> tuple[LinearProbe, dict[str, Any]]:
     """Selects the penalty on held-out images, then fits a classifier to all features (N, D).
 
-    Returns the classifier, and a dict with "l2", "gradient" (see ``LinearProbe``) and "trials"
-    (held-out accuracy in percent, by penalty as a string).
+    Returns the classifier, and a dict with these keys:
+
+    - "l2": the selected penalty.
+    - "gradient": largest absolute entry of the gradient at the end of the fit.
+    - "trials": held-out accuracy in percent, by penalty as a string.
     """
     fitted, held_out = split_by_class(labels, seed=seed)
-    trials: dict[float, float] = {}
-    weights: dict[float, Tensor] = {}
-    weight: Tensor | None = None
-    for l2 in L2_GRID:  # each fit starts from the previous solution
+    accuracies: dict[float, float] = {}  # by penalty
+    weights: dict[float, Tensor] = {}  # by penalty
+    previous_weight: Tensor | None = None  # each fit starts from the previous solution
+    for l2 in L2_GRID:
         trial = fit_penalised(
             features[fitted],
             labels[fitted],
             num_classes=num_classes,
             l2=l2,
-            start=weight,
+            start=previous_weight,
             tolerance=_TRIAL_TOLERANCE,
             dtype=torch.float32,
         )
-        weight = trial.weight
-        weights[l2] = weight
-        trials[l2] = measure_accuracy(trial(features[held_out]), labels[held_out])
-    best = max(trials, key=lambda l2: (trials[l2], l2))
+        accuracies[l2] = measure_accuracy(trial(features[held_out]), labels[held_out])
+        weights[l2] = trial.weight
+        previous_weight = trial.weight
+    # Among equal accuracies, the larger penalty is selected.
+    best = max(accuracies, key=lambda l2: (accuracies[l2], l2))
     probe = fit_penalised(features, labels, num_classes=num_classes, l2=best, start=weights[best])
     return probe, {
         "l2": best,
         "gradient": probe.gradient,
-        "trials": {f"{l2:.2g}": accuracy for l2, accuracy in trials.items()},
+        "trials": {f"{l2:.2g}": accuracy for l2, accuracy in accuracies.items()},
     }
 
 
@@ -107,27 +119,39 @@ def fit_penalised(
 ) -> LinearProbe:
     """Minimizes mean cross-entropy + l2 / 2 · ‖W‖² over weights W and an unpenalized bias.
 
-    Preconditioning by the principal components and the initial curvature reduces the steps of
-    L-BFGS from thousands to tens, and does not change the optimum.
+    The weights are rotated to the principal components of the features, and scaled by the curvature
+    of the loss at the start. This preconditioning reduces the steps of L-BFGS from thousands to
+    tens, and does not change the optimum.
 
-    Takes features (N, D), which it standardizes, and labels (N,) of K classes. ``start`` are the
-    initial weights (K, D + 1), by default zeros. L-BFGS stops if no absolute entry of the
-    preconditioned gradient is above ``tolerance``. The computation is in ``dtype``.
+    Args:
+        features: features (N, D), which are standardized here.
+        labels: labels (N,).
+        num_classes: number of classes K.
+        l2: the penalty.
+        start: initial weights (K, D + 1); None for zeros.
+        tolerance: L-BFGS stops if no absolute entry of the preconditioned gradient is larger.
+        dtype: type of the computation.
     """
-    mean, factor = channel_statistics(features)
-    inputs = (features.double() - mean) * factor
-    _, axes = torch.linalg.eigh(inputs.T @ inputs / len(inputs))
-    axes = torch.block_diag(axes, axes.new_ones(1, 1)).to(dtype)  # does not rotate the bias
-    inputs = _with_one(inputs).to(dtype) @ axes
+    mean, inverse_std = channel_statistics(features)
+    standardized = (features.double() - mean) * inverse_std  # (N, D)
+    _, components = torch.linalg.eigh(standardized.T @ standardized / len(standardized))  # (D, D)
+    # (D + 1, D + 1). The last row and column leave the bias as it is.
+    rotation = torch.block_diag(components, components.new_ones(1, 1)).to(dtype)
+    inputs = _with_one(standardized).to(dtype) @ rotation  # (N, D + 1)
     penalty = torch.full_like(inputs[0], l2)
-    penalty[-1] = 0.0
-    begin = axes.new_zeros(num_classes, len(axes)) if start is None else start.to(dtype) @ axes
-    shares = (inputs @ begin.T).softmax(dim=1)
-    curvature = (shares * (1 - shares)).T @ inputs.square() / len(inputs) + penalty  # (K, D + 1)
+    penalty[-1] = 0.0  # of the bias
+    if start is None:
+        initial = rotation.new_zeros(num_classes, len(rotation))
+    else:
+        initial = start.to(dtype) @ rotation  # (K, D + 1)
+    probabilities = (inputs @ initial.T).softmax(dim=1)  # (N, K)
+    variances = probabilities * (1 - probabilities)
+    # The diagonal of the Hessian of the loss, (K, D + 1).
+    curvature = variances.T @ inputs.square() / len(inputs) + penalty
     scale = curvature.clamp(min=_MIN_CURVATURE).rsqrt()
-    scaled = (begin / scale).requires_grad_()
+    scaled_weight = (initial / scale).requires_grad_()  # what L-BFGS optimizes
     optimizer = torch.optim.LBFGS(
-        [scaled],
+        [scaled_weight],
         max_iter=_MAX_ITERATIONS,
         max_eval=2 * _MAX_ITERATIONS,
         tolerance_grad=tolerance,
@@ -138,52 +162,60 @@ def fit_penalised(
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        weight = scaled * scale
+        weight = scaled_weight * scale
         value = F.cross_entropy(inputs @ weight.T, labels) + (weight.square() @ penalty).sum() / 2
         value.backward()
         return value
 
     optimizer.step(loss)
-    loss()
-    assert scaled.grad is not None
-    gradient = float((scaled.grad / scale @ axes.T).abs().max())
-    weight = (scaled.detach() * scale @ axes.T).double()
-    return LinearProbe(mean, factor, weight, l2, gradient)
+    loss()  # computes the gradient at the solution
+    assert scaled_weight.grad is not None
+    gradient = float((scaled_weight.grad / scale @ rotation.T).abs().max())
+    weight = (scaled_weight.detach() * scale @ rotation.T).double()
+    return LinearProbe(mean, inverse_std, weight, l2, gradient)
 
 
 def _with_one(features: Tensor) -> Tensor:
+    """Appends a column of ones, which the bias is multiplied with: (N, D) to (N, D + 1)."""
     return torch.cat([features, features.new_ones(len(features), 1)], dim=1)
 
 
 @dataclass(frozen=True)
 class Whitening:
-    """Standardizes and whitens C channels.
+    """Standardizes the C channels of feature maps, and makes them uncorrelated.
 
-    After whitening, a principal component of variance s has the variance s / (s + 0.01).
+    The variances of the principal components become almost equal: s becomes s / (s + 0.01). The
+    constant keeps components without variance from being amplified.
     """
 
-    mean: Tensor  # (C,)
-    matrix: Tensor  # (C, C), applied after the mean is subtracted
+    mean: Tensor  # (C,), which is subtracted
+    matrix: Tensor  # (C, C), by which the difference is multiplied
 
     @classmethod
     def of(cls, maps: Tensor) -> "Whitening":
         """Estimates the whitening on feature maps (N, C, H, W), over all images and positions."""
-        mean, scale = (values.float() for values in channel_statistics(maps))
-        covariance = maps.new_zeros(maps.shape[1], maps.shape[1], dtype=torch.float64)
+        mean, inverse_std = channel_statistics(maps)
+        mean = mean.float()
+        inverse_std = inverse_std.float()
+        num_channels = maps.shape[1]
+        products = maps.new_zeros(num_channels, num_channels, dtype=torch.float64)
         for part in maps.split(_CHUNK):
             flat = part.float().transpose(0, 1).flatten(1).T  # (NHW, C)
-            flat = (flat - mean) * scale
-            covariance += (flat.T @ flat).double()
-        variances, axes = torch.linalg.eigh(covariance * maps.shape[1] / maps.numel())
-        matrix = scale.double()[:, None] * axes / (variances.clamp(min=0) + _VARIANCE_FLOOR).sqrt()
+            standardized = (flat - mean) * inverse_std
+            products += (standardized.T @ standardized).double()
+        covariance = products * num_channels / maps.numel()  # divides by the number of rows, NHW
+        variances, components = torch.linalg.eigh(covariance)  # (C,), (C, C)
+        std = (variances.clamp(min=0) + _VARIANCE_FLOOR).sqrt()
+        matrix = inverse_std.double()[:, None] * components / std
         return cls(mean, matrix.float())
 
     def __call__(self, maps: Tensor) -> Tensor:
         """Whitens feature maps (N, C, H, W) and keeps their dtype."""
         result = torch.empty_like(maps)
         for part, output in zip(maps.split(_CHUNK), result.split(_CHUNK), strict=True):
-            flat = part.float().flatten(2).transpose(1, 2) - self.mean  # (N, HW, C)
-            output.copy_((flat @ self.matrix).transpose(1, 2).view_as(part))
+            centered = part.float().flatten(2).transpose(1, 2) - self.mean  # (N, HW, C)
+            whitened = (centered @ self.matrix).transpose(1, 2)  # (N, C, HW)
+            output.copy_(whitened.view_as(part))
         return result
 
 
@@ -194,7 +226,7 @@ class TransformerSettings:
     depth: int = 1  # k, the number of blocks
     width: int = 192  # width of the blocks, a multiple of 64
     dropouts: tuple[float, ...] = (0.2, 0.5)  # dropout rates to select from
-    trial_epochs: int = 4  # after these epochs, only the best dropout rate continues
+    trial_epochs: int = 4  # number of epochs after which only the best dropout rate continues
     max_epochs: int = 20
     patience: int = 4  # training stops after this number of epochs without improvement
     positions: float = 0.25  # share of a feature map's positions that a training step uses
@@ -232,10 +264,9 @@ class TransformerProbe:
             dropout=dropout,
             in_feature=_MAP,
         ).to(device)
-        self._steps_per_epoch = -(-len(features) // settings.batch_size)
-        self.average = AveragedModel(
-            self.decoder, multi_avg_fn=get_ema_multi_avg_fn(1 - 1 / (1 + self._steps_per_epoch))
-        )
+        self._steps_per_epoch = math.ceil(len(features) / settings.batch_size)
+        decay = 1 - 1 / (1 + self._steps_per_epoch)  # averages over about one epoch
+        self.average = AveragedModel(self.decoder, multi_avg_fn=get_ema_multi_avg_fn(decay))
         parameters = list(self.decoder.parameters())
         matrices = [parameter for parameter in parameters if parameter.ndim > 1]
         norms_and_biases = [parameter for parameter in parameters if parameter.ndim <= 1]
@@ -252,7 +283,7 @@ class TransformerProbe:
         order = torch.randperm(len(self._features))
         for indices in order.tensor_split(self._steps_per_epoch):
             self._num_steps += 1
-            warmup = min(1.0, self._num_steps / self._steps_per_epoch)
+            warmup = min(1.0, self._num_steps / self._steps_per_epoch)  # in the first epoch
             for group in self._optimizer.param_groups:
                 group["lr"] = self._settings.learning_rate * warmup
             logits = self.decoder(self._inputs(self._features, indices, self._settings.positions))
@@ -276,14 +307,19 @@ class TransformerProbe:
     def _inputs(
         self, features: FrozenFeatures, indices: Tensor, share: float = 1.0
     ) -> dict[str, Tensor]:
-        """Returns the decoder's inputs for some images, with a random share of the positions."""
+        """Returns the decoder's inputs for the images at ``indices``, on the training device.
+
+        With a ``share`` below 1, only a random share of the positions of the maps is used.
+        """
         assert features.maps is not None
         maps = features.maps[indices].flatten(2)  # (N, C, HW)
         if share < 1:
-            positions = torch.randperm(maps.shape[2])[: max(1, round(share * maps.shape[2]))]
+            num_positions = max(1, round(share * maps.shape[2]))
+            positions = torch.randperm(maps.shape[2])[:num_positions]
             maps = maps[:, :, positions]
         maps = maps.to(self._device).float()
-        inputs = {_MAP: maps[..., None]}  # the order of positions does not matter to the decoder
+        # (N, C, HW, 1). The order of positions does not matter to the decoder.
+        inputs = {_MAP: maps[..., None]}
         if features.tokens is not None:
             inputs["tokens"] = features.tokens[indices].to(self._device)
         return inputs
@@ -302,52 +338,62 @@ def fit_transformer_probe(
     ``features`` must have feature maps. ``seed`` determines the held-out images, the initial
     weights and the order of images.
 
-    Returns the classifier (takes features, returns logits (N, K) on the CPU), and a dict with
-    "dropout", "epochs", "converged" (whether training stopped before ``max_epochs``) and "trials"
-    (held-out accuracy in percent after each epoch, by dropout rate as a string).
+    Returns a function from features to logits (N, K) on the CPU, and a dict with these keys:
+
+    - "dropout": the selected dropout rate.
+    - "epochs": the selected number of epochs.
+    - "converged": whether training on the held-out split stopped before ``max_epochs``.
+    - "trials": held-out accuracies in percent after each epoch, by dropout rate as a string.
     """
     assert features.maps is not None
     whiten = Whitening.of(features.maps)
-    features = _whitened(features, whiten)
-    train, held_out = map(features.select, split_by_class(features.labels, seed=seed))
+    whitened = _whitened(features, whiten)
+    train_indices, held_out_indices = split_by_class(features.labels, seed=seed)
+    train = whitened.select(train_indices)
+    held_out = whitened.select(held_out_indices)
 
-    def start(part: FrozenFeatures, dropout: float) -> TransformerProbe:
+    def build_probe(images: FrozenFeatures, dropout: float) -> TransformerProbe:
         torch.manual_seed(seed)
         return TransformerProbe(
-            part, num_classes=num_classes, dropout=dropout, settings=settings, device=device
+            images, num_classes=num_classes, dropout=dropout, settings=settings, device=device
         )
 
     def run_epoch(rate: float) -> None:
+        """Trains the probe with a dropout rate for one epoch, and measures its accuracy."""
         probes[rate].run_epoch()
         logits = torch.empty(0, num_classes)
         if len(held_out):
             logits = probes[rate](held_out)
-        trials[rate].append(measure_accuracy(logits, held_out.labels))
+        accuracies[rate].append(measure_accuracy(logits, held_out.labels))
 
-    probes: dict[float, TransformerProbe] = {}
-    trials: dict[float, list[float]] = {}
+    probes: dict[float, TransformerProbe] = {}  # by dropout rate
+    accuracies: dict[float, list[float]] = {}  # after each epoch, by dropout rate
     with preserved_randomness():
         for rate in settings.dropouts:
-            probes[rate] = start(train, rate)
-            trials[rate] = []
+            probes[rate] = build_probe(train, rate)
+            accuracies[rate] = []
             for _ in range(min(settings.trial_epochs, settings.max_epochs)):
                 run_epoch(rate)
-        dropout = max(trials, key=lambda rate: (max(trials[rate]), rate))
-        accuracies = trials[dropout]
-        while len(accuracies) < settings.max_epochs:
-            if _has_converged(accuracies, settings.patience):
+        # Among equal accuracies, the higher rate is selected.
+        dropout = max(accuracies, key=lambda rate: (max(accuracies[rate]), rate))
+        while len(accuracies[dropout]) < settings.max_epochs:
+            if _has_converged(accuracies[dropout], settings.patience):
                 break
             run_epoch(dropout)
-        epochs = 1 + accuracies.index(max(accuracies))
+        epochs = 1 + accuracies[dropout].index(max(accuracies[dropout]))
         probes.clear()  # frees their memory
-        probe = start(features, dropout)
+        probe = build_probe(whitened, dropout)
         for _ in range(epochs):
             probe.run_epoch()
-    return lambda others: probe(_whitened(others, whiten)), {
+
+    def classify(others: FrozenFeatures) -> Tensor:
+        return probe(_whitened(others, whiten))
+
+    return classify, {
         "dropout": dropout,
         "epochs": epochs,
-        "converged": _has_converged(accuracies, settings.patience),
-        "trials": {f"{rate:g}": values for rate, values in trials.items()},
+        "converged": _has_converged(accuracies[dropout], settings.patience),
+        "trials": {f"{rate:g}": values for rate, values in accuracies.items()},
     }
 
 
@@ -357,6 +403,7 @@ def _whitened(features: FrozenFeatures, whiten: Whitening) -> FrozenFeatures:
 
 
 def _has_converged(accuracies: list[float], patience: int) -> bool:
-    """Whether the best of the accuracies by epoch is at least ``patience`` epochs ago."""
+    """Whether the last ``patience`` epochs brought no improvement of the best accuracy."""
     best_epoch = accuracies.index(max(accuracies))
-    return len(accuracies) - 1 - best_epoch >= patience
+    last_epoch = len(accuracies) - 1
+    return last_epoch - best_epoch >= patience

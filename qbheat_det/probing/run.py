@@ -28,6 +28,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import hash_tensors, write_atomically
 from qbheat_det.core.seeding import preserved_randomness
 from qbheat_det.data import (
+    DataError,
     ImageBatches,
     PretrainingMapper,
     fingerprint_records,
@@ -88,8 +89,9 @@ def run_probe(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Fits a probe on training images and classifies validation images.
 
-    Returns the accuracies (see ``measure_ranks``), and the hyperparameters that
-    ``fit_linear_probe`` or ``fit_transformer_probe`` selected (empty for kNN).
+    Returns two dicts. The first has "top1", "top5" and their standard errors, in percent. The
+    second describes the selected hyperparameters, as returned by ``fit_linear_probe`` and
+    ``fit_transformer_probe``. It is empty for kNN.
     """
     if name == "knn":
         ranks = rank_true_classes(
@@ -118,10 +120,12 @@ def run_probe(
 
 def check_probes(names: Sequence[str]) -> None:
     """Raises a ``UserError`` if there is no name, or if a name is not a probe."""
-    unknown = [n for n in names if n not in ("knn", "linear") and not find_depth(n)]
-    if unknown or not names:
-        given = ", ".join(map(repr, unknown)) or "none"
-        raise UserError(f"probes are {', '.join(PROBES)}, not {given}")
+    if not names:
+        raise UserError(f"probes are {', '.join(PROBES)}, not none")
+    unknown = [name for name in names if name not in ("knn", "linear") and not find_depth(name)]
+    if unknown:
+        unknown_names = ", ".join(repr(name) for name in unknown)
+        raise UserError(f"probes are {', '.join(PROBES)}, not {unknown_names}")
 
 
 def find_depth(name: str) -> int:
@@ -148,7 +152,7 @@ class BackboneProbe:
             - "top1", "top5": accuracy in percent, and "top1_standard_error", "top5_standard_error".
             - "num_images": number of classified images.
             - "seconds": time of fitting and classifying.
-            - "chosen": hyperparameters of the probe, see ``run_probe``.
+            - "chosen": selected hyperparameters of the probe.
     """
 
     def __init__(
@@ -185,22 +189,23 @@ class BackboneProbe:
         records = load_class_folders(train_folder, val_folder)
         self._cfg = cfg
         self._probes = list(dict.fromkeys(probes))
-        self._sizes = [len(part) for part in records]
-        self._images = [
-            ImageBatches(
+        self._sizes = [len(part) for part in records]  # number of training, validation images
+        self._images: list[ImageBatches] = []  # training images, validation images
+        for part in records:
+            batches = ImageBatches(
                 part,
                 mapper=PretrainingMapper(cfg, is_train=False),
                 num_workers=cfg.DATALOADER.NUM_WORKERS,
                 shared=False,
             )
-            for part in records
-        ]
+            self._images.append(batches)
         self._num_recalibrated = num_recalibrated
         self._memory_gb = memory_gb
         self._on_row = on_row
         self._feature = find_feature(self._build(), feature)
+        labels = [record["label"] for part in records for record in part]
         self._settings = ProbeSettings(
-            num_classes=1 + max(record["label"] for part in records for record in part),
+            num_classes=1 + max(labels),
             k=cfg.TEST.KNN.K,
             temperature=cfg.TEST.KNN.TEMPERATURE,
             transformer=TransformerSettings(width=cfg.MODEL.CLASSIFIER.WIDTH),
@@ -235,18 +240,25 @@ class BackboneProbe:
         with preserved_randomness():
             torch.manual_seed(seed)
             backbone = self._build()
-        self._probe(backbone, f"random, seed {seed}", 0)
+        self._probe(backbone, f"random, seed {seed}", images_seen=0)
 
     def _build(self) -> Backbone:
+        """Builds the config's backbone, without a feature pyramid, with random weights."""
         backbone = build_bare_backbone(self._cfg).to(self._cfg.MODEL.DEVICE)
         return backbone.to(memory_format=find_memory_format(self._cfg))
 
     def _probe(self, backbone: Backbone, name: str, images_seen: int | None) -> None:
+        """Adds the missing rows of a backbone, and then those with recalibrated BatchNorm."""
         backbone.eval()
         digest = hash_tensors(backbone.state_dict())[:_DIGITS]
-        variants = [False, True] if self._num_recalibrated else [False]
+        variants = [False]
+        if self._num_recalibrated:
+            variants = [False, True]
         for is_recalibrated in variants:
-            known = {_identify(row): row for row in self.results["rows"] if row["digest"] == digest}
+            known: dict[tuple[str, bool, str], Row] = {}
+            for row in self.results["rows"]:
+                if row["digest"] == digest:
+                    known[_identify(row)] = row
             missing = []
             for probe in self._probes:
                 identity = (name, is_recalibrated, probe)
@@ -261,7 +273,8 @@ class BackboneProbe:
                 num_recalibrated = self._recalibrate(backbone)
                 if not num_recalibrated:  # without BatchNorm, results would be equal
                     continue
-            train, val = self._extract(backbone, name, keep_maps=any(map(find_depth, missing)))
+            keep_maps = any(find_depth(probe) for probe in missing)  # only tran-k needs them
+            train, val = self._extract(backbone, name, keep_maps=keep_maps)
             for probe in missing:
                 begin = time.perf_counter()
                 score, chosen = run_probe(probe, train, val, settings=self._settings)
@@ -280,15 +293,22 @@ class BackboneProbe:
                 self._on_row(row)
 
     def _add(self, row: Row) -> None:
-        """Adds a row, which replaces a row of earlier weights of the same name. Saves all rows."""
-        rows = [old for old in self.results["rows"] if _identify(old) != _identify(row)]
-        self.results["rows"] = [*rows, row]
+        """Adds a row, and saves all rows.
+
+        Replaces the row of the same backbone and probe, which is of earlier weights with this name.
+        """
+        kept_rows = [old for old in self.results["rows"] if _identify(old) != _identify(row)]
+        self.results["rows"] = [*kept_rows, row]
         if self._file is not None:
             write_atomically(self._file, json.dumps(self.results, indent=1).encode())
 
     def _recalibrate(self, backbone: Backbone) -> int:
-        """Returns the number of images used, or 0 if the backbone has no BatchNorm."""
-        step = max(1, self._sizes[0] // self._num_recalibrated)  # so that all classes are sampled
+        """Recalibrates BatchNorm on training images.
+
+        Returns the number of images used, or 0 if the backbone has no BatchNorm.
+        """
+        # Images are sorted by class. With every n-th image, all classes are sampled.
+        step = max(1, self._sizes[0] // self._num_recalibrated)
         entries = itertools.chain.from_iterable(self._images[0])
         chosen = itertools.islice(entries, 0, step * self._num_recalibrated, step)
         images = [entry["image"] for entry in chosen]
@@ -298,7 +318,9 @@ class BackboneProbe:
             pixel_mean=self._cfg.MODEL.PIXEL_MEAN,
             pixel_std=self._cfg.MODEL.PIXEL_STD,
         )
-        return len(images) if num_norms else 0
+        if not num_norms:
+            return 0
+        return len(images)
 
     def _extract(
         self, backbone: Backbone, title: str, *, keep_maps: bool
@@ -314,9 +336,10 @@ class BackboneProbe:
             return backbone(normalise_pixels(images, pixel_mean, pixel_std))
 
         total = sum(map(len, self._images))
+        features: list[FrozenFeatures] = []
         with tqdm(total=total, desc=title[-40:], unit=" batches", delay=_DELAY) as bar:
-            features = [
-                cache_features(
+            for batches, size in zip(self._images, self._sizes, strict=True):
+                part = cache_features(
                     describe,
                     batches,
                     num_images=size,
@@ -324,10 +347,11 @@ class BackboneProbe:
                     keep_maps=keep_maps,
                     memory_gb=self._memory_gb * size / sum(self._sizes),
                 )
-                for batches, size in zip(self._images, self._sizes, strict=True)
-            ]
+                features.append(part)
         train, val = features
-        skipped = [error for batches in self._images for error in batches.skipped.values()]
+        skipped: list[DataError] = []
+        for batches in self._images:
+            skipped += batches.skipped.values()
         if skipped and not self.results["skipped_images"]:
             logger.warning(f"Left out, {len(skipped):,} in all: {join_messages(skipped)}")
         self.results["skipped_images"] = len(skipped)
@@ -338,7 +362,7 @@ class BackboneProbe:
 
 
 def _identify(row: Row) -> tuple[str, bool, str]:
-    """Returns what a new row has in common with the row that it replaces."""
+    """Returns the backbone, whether it was recalibrated, and the probe, which identify a row."""
     return row["backbone"], bool(row["recalibrated"]), row["probe"]
 
 
@@ -347,7 +371,7 @@ def _read_results(file: Path | None, setting: dict[str, Any]) -> dict[str, Any]:
 
     Raises a ``UserError`` if the file is not a results file, or if its settings are different.
     """
-    setting = json.loads(json.dumps(setting))
+    setting = json.loads(json.dumps(setting))  # as in a file, where tuples are lists
     if file is None or not file.exists():
         return {"setting": setting, "skipped_images": 0, "rows": []}
     try:
@@ -358,7 +382,8 @@ def _read_results(file: Path | None, setting: dict[str, Any]) -> dict[str, Any]:
             _identify(row)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"'{file}' has no scores of probes: use another file") from error
-    changed = sorted(k for k in {**stored, **setting} if stored.get(k) != setting.get(k))
+    names = sorted({*stored, *setting})
+    changed = [name for name in names if stored.get(name) != setting.get(name)]
     if changed:
         raise UserError(
             f"'{file}' has scores of another setting ({', '.join(changed)}): use another file, "

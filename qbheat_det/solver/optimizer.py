@@ -41,11 +41,11 @@ _CLIP_RULES: Rules = {
     "SOLVER.CLIP_GRADIENTS.CLIP_VALUE": (lambda value: value > 0, "above 0"),
 }
 
-_HEAD = "<head>"  # a parameter name that no pattern matches
+_HEAD = "<head>"  # stands for the head's parameters: a name that no pattern of a layer matches
 
 
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
-    """Builds ``SOLVER.OPTIMIZER`` over the trainable parameters, see ``parameter_groups``.
+    """Builds ``SOLVER.OPTIMIZER`` for the trainable parameters of a model.
 
     In addition to Detectron2's types, ``SOLVER.CLIP_GRADIENTS.CLIP_TYPE`` can be "full_model",
     which clips the norm over all parameters together, as in DETR. After each step, the optimizer's
@@ -55,21 +55,21 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     Raises:
         UserError: a setting is invalid, or no parameter is trainable.
     """
-    clip = cfg.SOLVER.CLIP_GRADIENTS
-    full_model = clip.ENABLED and clip.CLIP_TYPE == "full_model"
-    optimizer: Callable[..., Optimizer]
-    arguments: dict[str, Any]
     check_values(cfg, _OPTIMIZER_RULES)
+    clip = cfg.SOLVER.CLIP_GRADIENTS
     if clip.ENABLED:
         check_values(cfg, _CLIP_RULES)
+    optimizer_class: Callable[..., Optimizer]
+    arguments: dict[str, Any]
     if cfg.SOLVER.OPTIMIZER == "ADAMW":
-        optimizer = torch.optim.AdamW
+        optimizer_class = torch.optim.AdamW
         arguments = {"betas": tuple(cfg.SOLVER.BETAS)}
     else:
-        optimizer = torch.optim.SGD
+        optimizer_class = torch.optim.SGD
         arguments = {"momentum": cfg.SOLVER.MOMENTUM, "nesterov": cfg.SOLVER.NESTEROV}
-    if not full_model:
-        optimizer = detectron2_build.maybe_add_gradient_clipping(cfg, optimizer)
+    clips_whole_model = clip.ENABLED and clip.CLIP_TYPE == "full_model"
+    if not clips_whole_model:  # Detectron2 clips each parameter, if clipping is enabled
+        optimizer_class = detectron2_build.maybe_add_gradient_clipping(cfg, optimizer_class)
     groups = parameter_groups(
         model,
         lr=cfg.SOLVER.BASE_LR,
@@ -83,11 +83,11 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     )
     if not groups:
         raise UserError("no parameter is trainable: MODEL.BACKBONE.FREEZE_AT froze all of them")
-    built = build_fused(optimizer, groups, lr=cfg.SOLVER.BASE_LR, **arguments)
-    built.gradient_norm = None  # type: ignore[attr-defined]
-    if full_model:
-        clip_before_step(built, max_norm=clip.CLIP_VALUE, norm_type=clip.NORM_TYPE)
-    return built
+    optimizer = build_fused(optimizer_class, groups, lr=cfg.SOLVER.BASE_LR, **arguments)
+    optimizer.gradient_norm = None  # type: ignore[attr-defined]
+    if clips_whole_model:
+        clip_before_step(optimizer, max_norm=clip.CLIP_VALUE, norm_type=clip.NORM_TYPE)
+    return optimizer
 
 
 def parameter_groups(
@@ -112,10 +112,11 @@ def parameter_groups(
         model: a meta-architecture.
         lr: learning rate.
         backbone_multiplier: factor on the learning rate of the child ``backbone``.
-        weight_decay: weight decay of weights. Tokens have none.
+        weight_decay: weight decay of weights. The tokens, which are inputs of the network, have no
+            weight decay.
         weight_decay_norm: weight decay of the affine parameters of norms.
         weight_decay_bias: weight decay of biases. None means ``weight_decay``.
-        layer_decay: factor on the learning rate from layer to layer, see ``layers_above``.
+        layer_decay: factor on the learning rate from each layer to the layer below.
         token_multiplier: additional factor on the learning rate of the backbone's token path.
         bias_lr_factor: factor on the learning rate of biases.
 
@@ -140,18 +141,31 @@ def parameter_groups(
     factors = _find_backbone_factors(model, backbone_multiplier, layer_decay)
     for parameter in get_token_parameters(model):
         factors[parameter] = factors.get(parameter, 1.0) * token_multiplier
-    # RetinaNet's norms and "LN", which Detectron2 treats as weights.
-    kinds = tuple(getattr(batch_norm, name, ()) for name in ("CycleBatchNormList", "LayerNorm"))
-    norms = {p for m in model.modules() if isinstance(m, kinds) for p in m.parameters()}
-    single_groups = []
+    norm_parameters = _find_unrecognized_norms(model)
+    single_groups = []  # of one parameter each
     for group in groups:
         for parameter in group["params"]:
-            rate = group["lr"] * factors.get(parameter, 1.0)
-            single_group = {**group, "params": [parameter], "lr": rate}
-            if parameter in norms:
+            group_lr = group["lr"] * factors.get(parameter, 1.0)
+            single_group = {**group, "params": [parameter], "lr": group_lr}
+            if parameter in norm_parameters:
                 single_group["weight_decay"] = weight_decay_norm
             single_groups.append(single_group)
+    # Joins the groups with equal settings.
     return list(detectron2_build.reduce_param_groups(single_groups))
+
+
+def _find_unrecognized_norms(model: nn.Module) -> set[nn.Parameter]:
+    """Returns the parameters of norms that Detectron2 treats as weights.
+
+    They are the norms of RetinaNet's head and the norm "LN". Old releases do not have both classes.
+    """
+    names = ("CycleBatchNormList", "LayerNorm")
+    classes = tuple(getattr(batch_norm, name) for name in names if hasattr(batch_norm, name))
+    parameters: set[nn.Parameter] = set()
+    for module in model.modules():
+        if isinstance(module, classes):
+            parameters.update(module.parameters())
+    return parameters
 
 
 def layers_above(backbone: nn.Module) -> dict[str, int]:
@@ -163,22 +177,25 @@ def layers_above(backbone: nn.Module) -> dict[str, int]:
     Raises:
         UserError: the backbone has no ``group_matcher``.
     """
-    child = get_body_name(backbone)
-    if child and not isinstance(backbone, SupportsLayerGroups):
-        layers_below = layers_above(backbone.get_submodule(child))
-        inside = {f"{child}.{key}": above for key, above in layers_below.items()}
-        return {key: inside.get(key, 0) for key, _ in backbone.named_parameters()}
+    body_name = get_body_name(backbone)  # of the network inside a feature pyramid
+    if body_name and not isinstance(backbone, SupportsLayerGroups):
+        counts = dict.fromkeys((name for name, _ in backbone.named_parameters()), 0)
+        for name, count in layers_above(backbone.get_submodule(body_name)).items():
+            counts[f"{body_name}.{name}"] = count
+        return counts
     if not isinstance(backbone, SupportsLayerGroups):
         raise UserError(
             f"SOLVER.LAYER_DECAY: {type(backbone).__name__} does not name its layers: implement "
             "timm's `group_matcher`"
         )
+    # timm puts parameters that match no pattern into one more layer, after the last one.
     parameters = [*backbone.named_parameters(), (_HEAD, None)]
-    names = SimpleNamespace(named_parameters=lambda: parameters)
+    model_with_head = SimpleNamespace(named_parameters=lambda: parameters)
     matcher = backbone.group_matcher()
-    layers: dict[str, int] = group_parameters(names, matcher, reverse=True)
-    head = layers.pop(_HEAD)
-    return {key: head - layer for key, layer in layers.items()}
+    # By parameter name, the index of its layer, from 0 for the first layer.
+    layers: dict[str, int] = group_parameters(model_with_head, matcher, reverse=True)
+    head_layer = layers[_HEAD]
+    return {name: head_layer - layer for name, layer in layers.items() if name != _HEAD}
 
 
 def build_fused(
@@ -194,15 +211,17 @@ def build_fused(
         arguments: keyword arguments of ``optimizer``.
     """
     groups = [{**group, "params": list(group["params"])} for group in groups]
-    devices = {parameter.device.type for group in groups for parameter in group["params"]}
-    arguments = {**arguments, "fused": devices <= {"cpu", "cuda"}}
-    built = optimizer(groups, **arguments)
+    device_types = {parameter.device.type for group in groups for parameter in group["params"]}
+    has_fused_kernels = device_types <= {"cpu", "cuda"}
+    built = optimizer(groups, **{**arguments, "fused": has_fused_kernels})
     # Otherwise the gradient scaler would not unscale float16 gradients before clipping.
     built._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     kernels = {key: built.defaults.get(key) for key in ("fused", "foreach")}
 
     def keep_kernels(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        return {**state, "param_groups": [{**group, **kernels} for group in state["param_groups"]]}
+        """Replaces the choice of kernels in a loaded state by the choice of this optimizer."""
+        groups_with_kernels = [{**group, **kernels} for group in state["param_groups"]]
+        return {**state, "param_groups": groups_with_kernels}
 
     built.register_load_state_dict_pre_hook(keep_kernels)
     built.register_load_state_dict_post_hook(_keep_layout)
@@ -213,7 +232,9 @@ def clip_before_step(optimizer: Optimizer, *, max_norm: float, norm_type: float)
     """Clips all gradients before each step. ``optimizer.gradient_norm`` is their unclipped norm."""
 
     def clip(stepped: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        parameters = [p for group in stepped.param_groups for p in group["params"]]
+        parameters: list[nn.Parameter] = []
+        for group in stepped.param_groups:
+            parameters += group["params"]
         norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         stepped.gradient_norm = norm.detach()  # type: ignore[attr-defined]
 
@@ -224,16 +245,18 @@ def _keep_layout(optimizer: Optimizer) -> None:
     """Converts moments to the memory layout of their parameters, which fused kernels need."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            if not isinstance(value, Tensor) or value.shape != parameter.shape:
-                continue
-            if value.stride() != parameter.stride():
+            is_moment = isinstance(value, Tensor) and value.shape == parameter.shape
+            if is_moment and value.stride() != parameter.stride():
                 state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _find_backbone_factors(
     model: nn.Module, multiplier: float, layer_decay: float
 ) -> dict[nn.Parameter, float]:
-    """Returns the factors on the learning rates of the backbone's parameters."""
+    """Returns the factor on the learning rate of each parameter of the backbone.
+
+    Raises a ``UserError`` if there are factors other than 1, but no backbone.
+    """
     backbone = get_backbone(model)
     if backbone is None:
         if layer_decay != 1.0 or multiplier != 1.0:
@@ -244,5 +267,8 @@ def _find_backbone_factors(
         return {}
     if layer_decay == 1.0:
         return dict.fromkeys(backbone.parameters(), multiplier)
-    above = layers_above(backbone)
-    return {p: multiplier * layer_decay ** above[name] for name, p in backbone.named_parameters()}
+    num_above = layers_above(backbone)
+    factors: dict[nn.Parameter, float] = {}
+    for name, parameter in backbone.named_parameters():
+        factors[parameter] = multiplier * layer_decay ** num_above[name]
+    return factors

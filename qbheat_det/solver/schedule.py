@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Schedules: converts epochs to iterations, and scales the learning rate by the batch size."""
 
+import itertools
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -14,20 +15,24 @@ from torch.optim.lr_scheduler import LRScheduler
 from qbheat_det.config import Rules, at_least, check_values, one_of, with_values
 from qbheat_det.core.errors import UserError
 
-# Factor on the learning rate as a function of batch size / reference batch size.
+# Maps the ratio of the batch size to the reference batch size to a factor on the learning rate.
 _LR_SCALING: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
 _SCHEDULERS = ("WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGammaLR")
 
 
-def _is_epochs(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
+def _is_number_of_epochs(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value < math.inf  # type: ignore[operator]
 
 
-def _rises(values: Any) -> bool:
-    return all(map(_is_epochs, values)) and sorted({0, *values}) == [0, *values]
+def _are_rising_epochs(values: Any) -> bool:
+    """Whether all values are above 0, and each is above the value before it."""
+    if not all(_is_number_of_epochs(value) for value in values):
+        return False
+    return all(low < high for low, high in itertools.pairwise([0, *values]))
 
 
-_EPOCHS = (_is_epochs, "a number of epochs from 0 on")
+_EPOCHS = (_is_number_of_epochs, "a number of epochs from 0 on")
 _EPOCH_RULES: Rules = {
     "SOLVER.IMS_PER_BATCH": at_least(1),
     "SOLVER.REFERENCE_BATCH_SIZE": (
@@ -40,7 +45,7 @@ _EPOCH_RULES: Rules = {
         "0: give the batch of a step as SOLVER.IMS_PER_BATCH, whatever the number of processes",
     ),
     "SOLVER.BASE_LR": (lambda value: 0 < value < math.inf, "a number above 0"),
-    "SOLVER.STEP_EPOCHS": (_rises, "epochs that rise from above 0"),
+    "SOLVER.STEP_EPOCHS": (_are_rising_epochs, "epochs that rise from above 0"),
     "SOLVER.EPOCHS": _EPOCHS,
     "SOLVER.MIN_ITER": at_least(0),
     "SOLVER.WARMUP_EPOCHS": _EPOCHS,
@@ -61,11 +66,11 @@ _ITERATION_RULES: Rules = {
 def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
     """Converts epochs to iterations, and scales the learning rate by the batch size.
 
-    An epoch is ``num_images / SOLVER.IMS_PER_BATCH`` iterations. If ``SOLVER.EPOCHS`` would
-    give fewer than ``SOLVER.MIN_ITER`` iterations, all numbers of iterations that are computed from
-    epochs are multiplied by the factor that makes ``MAX_ITER`` equal to ``MIN_ITER``. They are
-    rounded up. ``SOLVER.BASE_LR`` is multiplied by the ratio of the batch size to
-    ``SOLVER.REFERENCE_BATCH_SIZE``, or by the square root of this ratio (``SOLVER.LR_SCALING``).
+    An epoch is ``num_images / SOLVER.IMS_PER_BATCH`` iterations. Iterations are rounded up. If
+    ``SOLVER.EPOCHS`` would give fewer than ``SOLVER.MIN_ITER`` iterations, the whole schedule is
+    stretched by one factor, so that ``MAX_ITER`` is ``MIN_ITER``. ``SOLVER.BASE_LR`` is multiplied
+    by the ratio of the batch size to ``SOLVER.REFERENCE_BATCH_SIZE``, or by the square root of this
+    ratio (``SOLVER.LR_SCALING``).
 
     Keys whose values are epochs do not change. ``SOLVER.REFERENCE_BATCH_SIZE`` becomes the batch
     size. Therefore resolving the result again changes nothing, and the result can be resolved for
@@ -86,32 +91,33 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
     check_values(cfg, _EPOCH_RULES)
     resolved = with_values(cfg)
     solver = resolved.SOLVER
-    stretch = Fraction(1)
+    stretch = Fraction(1)  # above 1 if SOLVER.MIN_ITER makes the run longer
     if solver.EPOCHS:
         stretch = count_epochs(cfg, num_images) / _exact(solver.EPOCHS)
 
     def to_iterations(epochs: float) -> int:
         return math.ceil(_exact(epochs) * num_images / solver.IMS_PER_BATCH * stretch)
 
-    for node, epochs, iterations in (
-        (solver, "EPOCHS", "MAX_ITER"),
-        (solver, "WARMUP_EPOCHS", "WARMUP_ITERS"),
-        (solver, "CHECKPOINT_EPOCHS", "CHECKPOINT_PERIOD"),
-        (resolved.TEST, "EVAL_EPOCHS", "EVAL_PERIOD"),
-    ):
-        if node[epochs]:
-            node[iterations] = to_iterations(node[epochs])
+    if solver.EPOCHS:
+        solver.MAX_ITER = to_iterations(solver.EPOCHS)
+    if solver.WARMUP_EPOCHS:
+        solver.WARMUP_ITERS = to_iterations(solver.WARMUP_EPOCHS)
+    if solver.CHECKPOINT_EPOCHS:
+        solver.CHECKPOINT_PERIOD = to_iterations(solver.CHECKPOINT_EPOCHS)
+    if resolved.TEST.EVAL_EPOCHS:
+        resolved.TEST.EVAL_PERIOD = to_iterations(resolved.TEST.EVAL_EPOCHS)
     if solver.STEP_EPOCHS:
-        solver.STEPS = tuple(map(to_iterations, solver.STEP_EPOCHS))
+        solver.STEPS = tuple(to_iterations(epochs) for epochs in solver.STEP_EPOCHS)
     if solver.REFERENCE_BATCH_SIZE:
-        factor = _LR_SCALING[solver.LR_SCALING](solver.IMS_PER_BATCH / solver.REFERENCE_BATCH_SIZE)
+        scale = _LR_SCALING[solver.LR_SCALING]
+        factor = scale(solver.IMS_PER_BATCH / solver.REFERENCE_BATCH_SIZE)
         solver.BASE_LR *= factor
         if "BASE_LR_END" in solver:  # for cosine schedules; Detectron2 v0.6 has no such key
             solver.BASE_LR_END *= factor
         solver.REFERENCE_BATCH_SIZE = solver.IMS_PER_BATCH
     check_values(resolved, _ITERATION_RULES)
-    steps = [0, *_effective_steps(resolved)]
-    if sorted(set(steps)) != steps:
+    steps = _effective_steps(resolved)
+    if any(low >= high for low, high in itertools.pairwise([0, *steps])):
         raise UserError(
             f"SOLVER.STEPS must rise from above 0, not {tuple(solver.STEPS)}. They are iterations "
             f"of {solver.IMS_PER_BATCH} images, so steps in epochs may coincide for few images"
@@ -128,37 +134,43 @@ def count_epochs(cfg: CfgNode, num_images: int) -> Fraction:
 
 
 def _exact(epochs: float) -> Fraction:
-    """Returns the decimal value, so that 0.1 epochs of 30 images are exactly 3 images."""
+    """Returns the value of a float as it is written, so 0.1 epochs of 30 images are 3 images."""
     return Fraction(repr(epochs))
 
 
 def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
-    """Returns a description of ``resolved``, the result of ``resolve_schedule``, for the log."""
+    """Returns a description of a run's schedule in several lines, for the log.
+
+    Args:
+        cfg: config of the run.
+        resolved: the result of ``resolve_schedule`` for ``cfg``.
+        num_images: number of training images.
+    """
     solver = resolved.SOLVER
     period = resolved.TEST.EVAL_PERIOD
-    per_epoch = num_images / solver.IMS_PER_BATCH
+    iterations_per_epoch = num_images / solver.IMS_PER_BATCH
 
     def spell(iterations: int) -> str:
-        return f"{iterations:,} iterations ({iterations / per_epoch:,.5g} epochs)"
+        return f"{iterations:,} iterations ({iterations / iterations_per_epoch:,.5g} epochs)"
 
-    shape = [solver.LR_SCHEDULER_NAME]
+    course = [solver.LR_SCHEDULER_NAME]
     if solver.WARMUP_ITERS and solver.WARMUP_FACTOR != 1:
-        start = f"{solver.WARMUP_METHOD} warm-up from x {solver.WARMUP_FACTOR:g}"
-        shape.append(f"{start} over {spell(solver.WARMUP_ITERS)}")
-    shape += [f"x {solver.GAMMA:g} after {spell(step)}" for step in _effective_steps(resolved)]
-    reference = "not scaled"
+        warmup = f"{solver.WARMUP_METHOD} warm-up from x {solver.WARMUP_FACTOR:g}"
+        course.append(f"{warmup} over {spell(solver.WARMUP_ITERS)}")
+    course += [f"x {solver.GAMMA:g} after {spell(step)}" for step in _effective_steps(resolved)]
+    scaling = "not scaled"
     if cfg.SOLVER.REFERENCE_BATCH_SIZE:
-        reference = f"{solver.LR_SCALING} from {cfg.SOLVER.REFERENCE_BATCH_SIZE:,} images a step"
+        scaling = f"{solver.LR_SCALING} from {cfg.SOLVER.REFERENCE_BATCH_SIZE:,} images a step"
     evaluations = "at the end"
     if period:
         evaluations = f"every {spell(period)} and at the end"
     lines = [
         f"Schedule: {spell(solver.MAX_ITER)} of {solver.IMS_PER_BATCH:,} images; an epoch of "
-        f"{num_images:,} images is {per_epoch:,.5g} iterations",
-        f"Learning rate: base {cfg.SOLVER.BASE_LR:g}, effective {solver.BASE_LR:.6g} ({reference});"
+        f"{num_images:,} images is {iterations_per_epoch:,.5g} iterations",
+        f"Learning rate: base {cfg.SOLVER.BASE_LR:g}, effective {solver.BASE_LR:.6g} ({scaling});"
         f" backbone x {solver.BACKBONE_MULTIPLIER:g}, its tokens x {solver.TOKEN_MULTIPLIER:g}, x "
         f"{solver.LAYER_DECAY:g} from layer to layer",
-        f"Its course: {', '.join(shape)}",
+        f"Its course: {', '.join(course)}",
         f"Checkpoints every {spell(solver.CHECKPOINT_PERIOD)}, evaluation {evaluations}",
     ]
     if 2 * solver.WARMUP_ITERS > solver.MAX_ITER:
@@ -179,7 +191,10 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
 
 
 def _effective_steps(cfg: CfgNode) -> tuple[int, ...]:
-    """Returns the ``SOLVER.STEPS`` that the scheduler reads, before ``SOLVER.MAX_ITER``."""
+    """Returns the ``SOLVER.STEPS`` that lower the learning rate during the run.
+
+    They are the steps before ``SOLVER.MAX_ITER``, if the scheduler reads steps.
+    """
     if cfg.SOLVER.LR_SCHEDULER_NAME != "WarmupMultiStepLR":
         return ()
     return tuple(step for step in cfg.SOLVER.STEPS if step < cfg.SOLVER.MAX_ITER)

@@ -14,9 +14,9 @@ Records = list[dict[str, Any]]
 
 
 class Task(ABC):
-    """A kind of training: its data, mappers, loaders, evaluator and default recipe.
+    """What a model is trained for: its data, mappers, loaders, evaluator and default recipe.
 
-    A subclass in a file of its own, and a row in ``TASKS``, add a task.
+    To add a task, write a subclass and add an instance to ``TASKS``.
     """
 
     name: ClassVar[str]
@@ -26,11 +26,11 @@ class Task(ABC):
     recipe: ClassVar[str]
     """Shipped config for commands that name none."""
     mappers: ClassVar[set[str]]
-    """Values of ``INPUT.DATASET_MAPPER_NAME``. Add the name of a mapper of your own."""
+    """Values of ``INPUT.DATASET_MAPPER_NAME``. You can add the name of your own mapper."""
     set_names: ClassVar[tuple[str, str]]
-    """Names of the training and the validation set that flags give."""
+    """Names under which the training and validation data of flags are registered."""
     data_flags: ClassVar[str]
-    """Advice how to name data on the command line."""
+    """Advice for error messages: the flags that name the data."""
     size_keys: ClassVar[tuple[str, ...]]
     """Config keys that ``--image-size`` sets."""
     batch_size: ClassVar[int]
@@ -46,11 +46,14 @@ class Task(ABC):
 
     @abstractmethod
     def load_test_set(self, cfg: CfgNode, dataset_name: str) -> Records:
-        """Returns the records of a test set, as the model is evaluated on them."""
+        """Returns the records on which a model is evaluated, in the order of evaluation."""
 
     @abstractmethod
     def build_evaluator(self, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
-        """Returns the evaluator of a registered set. Raises a ``UserError`` if there is none."""
+        """Returns the evaluator of a registered set.
+
+        Raises a ``UserError`` if the set cannot be evaluated.
+        """
 
     @abstractmethod
     def get_image_size(self, cfg: CfgNode) -> int:
@@ -60,10 +63,16 @@ class Task(ABC):
     def get_size_values(
         self, cfg: CfgNode, image_size: int, *, eval_only: bool = False
     ) -> dict[str, Any]:
-        """Returns the values of ``size_keys`` for an image size in pixels, by config key."""
+        """Returns the values of ``size_keys`` for an image size in pixels, by config key.
+
+        With ``eval_only``, the size is that of test images, where the config distinguishes them.
+        """
 
     def get_class_values(self, names: Sequence[str], ids: Sequence[int]) -> dict[str, Any]:
-        """Returns the config values for classes with these names and annotated ids, by key."""
+        """Returns the config values for classes, by key; empty for tasks without classes.
+
+        ``names`` are the names of the classes. ``ids`` are their ids in the annotation file.
+        """
         return {}
 
     def build_test_loader(
@@ -74,8 +83,8 @@ class Task(ABC):
         Args:
             cfg: config of the model.
             dataset_name: name of a registered set.
-            mapper: maps a record to a dict of a batch; by default the mapper that
-                ``INPUT.DATASET_MAPPER_NAME`` names, in evaluation.
+            mapper: maps a record to an input of the model. None uses the mapper that
+                ``INPUT.DATASET_MAPPER_NAME`` names, without augmentation.
         """
         return ImageBatches(
             self.load_test_set(cfg, dataset_name),
@@ -86,5 +95,5 @@ class Task(ABC):
 
 
 def list_common_class_values(names: Sequence[str], ids: Sequence[int]) -> Mapping[str, Any]:
-    """Returns the config values of every task with classes."""
+    """Returns the config values that all tasks with classes have in common, by key."""
     return {"MODEL.CLASS_NAMES": list(names), "MODEL.CATEGORY_IDS": list(ids)}

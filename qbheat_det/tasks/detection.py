@@ -61,7 +61,7 @@ class Detection(Task):
         return cut_records(records, cfg.INPUT.TILE, is_train=True)
 
     def load_test_set(self, cfg: CfgNode, dataset_name: str) -> Records:
-        """Returns the records of a test set. With ``INPUT.TILE``, also those of their tiles."""
+        """Returns the records of a test set. With ``INPUT.TILE``, tiles of the images are added."""
         proposal_files = None
         if cfg.MODEL.LOAD_PROPOSALS:
             index = list(cfg.DATASETS.TEST).index(dataset_name)
@@ -85,27 +85,29 @@ class Detection(Task):
         return evaluator
 
     def get_image_size(self, cfg: CfgNode) -> int:
-        """Returns the largest shorter side of training images."""
+        """Returns the largest length in pixels that the shorter side of training images has."""
         return max(cfg.INPUT.MIN_SIZE_TRAIN)
 
     def get_size_values(
         self, cfg: CfgNode, image_size: int, *, eval_only: bool = False
     ) -> dict[str, Any]:
-        """Scales all sizes by one factor.
+        """Scales all sizes of images and crops by one factor.
 
-        ``image_size`` replaces the largest of ``INPUT.MIN_SIZE_TRAIN``. With ``eval_only``, it
-        replaces ``INPUT.MIN_SIZE_TEST``.
+        The factor makes the largest of ``INPUT.MIN_SIZE_TRAIN`` equal to ``image_size``. With
+        ``eval_only``, it makes ``INPUT.MIN_SIZE_TEST`` equal to ``image_size``.
         """
-        sizes = cfg.INPUT
-        reference = sizes.MIN_SIZE_TEST if eval_only else max(sizes.MIN_SIZE_TRAIN)
-        factor = image_size / max(1, reference)
+        node = cfg.INPUT
+        present_size = max(node.MIN_SIZE_TRAIN)
+        if eval_only:
+            present_size = node.MIN_SIZE_TEST
+        factor = image_size / max(1, present_size)
         return {
-            "INPUT.MIN_SIZE_TRAIN": tuple(round(factor * side) for side in sizes.MIN_SIZE_TRAIN),
-            "INPUT.MAX_SIZE_TRAIN": round(factor * sizes.MAX_SIZE_TRAIN),
-            "INPUT.MIN_SIZE_TEST": round(factor * sizes.MIN_SIZE_TEST),
-            "INPUT.MAX_SIZE_TEST": round(factor * sizes.MAX_SIZE_TEST),
-            "INPUT.DETR_CROP_RESIZE": [round(factor * side) for side in sizes.DETR_CROP_RESIZE],
-            "INPUT.DETR_CROP_RANGE": [round(factor * side) for side in sizes.DETR_CROP_RANGE],
+            "INPUT.MIN_SIZE_TRAIN": tuple(round(factor * side) for side in node.MIN_SIZE_TRAIN),
+            "INPUT.MAX_SIZE_TRAIN": round(factor * node.MAX_SIZE_TRAIN),
+            "INPUT.MIN_SIZE_TEST": round(factor * node.MIN_SIZE_TEST),
+            "INPUT.MAX_SIZE_TEST": round(factor * node.MAX_SIZE_TEST),
+            "INPUT.DETR_CROP_RESIZE": [round(factor * side) for side in node.DETR_CROP_RESIZE],
+            "INPUT.DETR_CROP_RANGE": [round(factor * side) for side in node.DETR_CROP_RANGE],
         }
 
     def get_class_values(self, names: Sequence[str], ids: Sequence[int]) -> dict[str, Any]:

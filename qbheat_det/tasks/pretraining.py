@@ -29,7 +29,7 @@ class Pretraining(Task):
     batch_size = BATCH_SIZE
 
     def fits(self, source: Source) -> bool:
-        return True  # labels are not read
+        return True  # images are enough, because labels are not read
 
     def load_training_set(self, cfg: CfgNode) -> Sequence[dict[str, Any]]:
         return get_detection_dataset_dicts(
@@ -37,7 +37,10 @@ class Pretraining(Task):
         )
 
     def load_test_set(self, cfg: CfgNode, dataset_name: str) -> Records:
-        """Returns each image once for each view that the model evaluates (``get_views``)."""
+        """Returns the records of a test set, each repeated for each view that is evaluated.
+
+        A view is, for example, a position of the visible quarter of an image.
+        """
         records = number_records(DatasetCatalog.get(dataset_name))
         return with_views(records, get_views(cfg).values())
 
