@@ -48,7 +48,7 @@ class FusedDownMobile(FastForm, DownMobile):
     """``DownMobile`` for inference."""
 
     def forward(self, x: Tensor, token: Tensor, padding: Tensor | None = None) -> Tensor:
-        """Takes a map (N, C, H, W) and a token (N, D). Returns (N, C', H / 2, W / 2), rounded up."""
+        """Takes a map (N, C, H, W) and a token (N, D). Returns a map of half the resolution."""
         if padding is not None or not _is_one_image(x, self.down):
             return super().forward(x, token, padding)
         hidden, factor = scaled_prelu(self.down_act, self.down(x), token)
