@@ -21,7 +21,10 @@ _PARTS = ("backbone", "decoder", "head", "proposal_generator.rpn_head")
 
 
 class DeployReport(dict[str, str]):
-    """The result of each step of ``deploy``. It starts with "no: " if the step was not applied."""
+    """A description of each step of ``deploy``, by the name of the step.
+
+    The description starts with "no: " if the step was not applied.
+    """
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<14}{detail}" for name, detail in self.items())
@@ -31,9 +34,9 @@ class DeployedModel(nn.Module):
     """A copy of a model for inference only, with the same interface as the original.
 
     Attributes:
-        model: the folded and fused copy; has the same class as the original.
+        model: the folded and fused copy, of the same class as the original.
         report: the steps of ``deploy`` and their results.
-        dtype: dtype of the computation in backbone and heads; results are float32.
+        dtype: dtype in which backbone and heads compute. Results are float32.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, report: DeployReport) -> None:
@@ -43,7 +46,7 @@ class DeployedModel(nn.Module):
         self.dtype = dtype
         self._masks_padding = masks_padding(model)
         if dtype != torch.float32:
-            # Autocast gives the parts bfloat16 outputs. The rest of the model gets float32.
+            # Under autocast, these parts return bfloat16. The rest of the model expects float32.
             for part in find_parts(model).values():
                 part.register_forward_hook(_to_float32)
         self.eval()
@@ -52,28 +55,33 @@ class DeployedModel(nn.Module):
     def forward(self, inputs: Any) -> Any:
         """Takes a list of dicts with "image" (3, H, W), or a tensor (N, 3, H, W) for backbones.
 
-        The autocast of the caller has no effect.
+        Returns what the original model returns. The autocast of the caller has no effect.
         """
         device_type = next(self.model.parameters()).device.type
         is_half = self.dtype != torch.float32
         with torch.autocast(device_type, self.dtype, enabled=is_half):
             if isinstance(inputs, Tensor):
                 return self.model(inputs.contiguous(memory_format=torch.channels_last))
-            sizes = {(entry["image"].shape[-2], entry["image"].shape[-1]) for entry in inputs}
-            if self._masks_padding and len(sizes) > 1:  # faster alone, with equal results
+            image_sizes = {tuple(entry["image"].shape[-2:]) for entry in inputs}
+            if self._masks_padding and len(image_sizes) > 1:
+                # Images of different sizes would be padded. One by one is faster, and results are
+                # equal, because this model masks the padding.
                 return [self.model([entry])[0] for entry in inputs]
             return self.model(inputs)
 
     @property
     def size_divisibility(self) -> int:
-        """Image heights and widths must be multiples of this number (backbones only)."""
+        """Backbones only: heights and widths of images must be multiples of this number."""
         return int(self.model.size_divisibility)  # type: ignore[arg-type]
 
     def train(self, mode: bool = True) -> "DeployedModel":
-        """Stays in eval mode. Raises a ``UserError`` if ``mode`` is True, as weights are folded."""
+        """Keeps the model in evaluation mode.
+
+        Raises a ``UserError`` if ``mode`` is True, because folded weights cannot be trained.
+        """
         if mode:
             raise UserError("a deployed model does not train: train the original and deploy it")
-        return super().train(False)
+        return super().train(mode=False)
 
 
 def deploy(
@@ -96,7 +104,7 @@ def deploy(
         raise UserError(f"precision is one of {', '.join(_DTYPES)}, not {precision!r}")
     if isinstance(model, DeployedModel):
         raise UserError("the model is deployed already: deploy the original with other settings")
-    find_parts(model)  # raises
+    find_parts(model)  # raises an error if the model has no backbone
     device = next(model.parameters()).device
     report = DeployReport()
     copied = copy.deepcopy(model).eval().requires_grad_(False)
@@ -115,7 +123,7 @@ def deploy_by_config(model: nn.Module, node: CfgNode) -> DeployedModel:
 
 
 def find_parts(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the parts of a model that take most of the time, by name.
+    """Returns the backbone and the heads of a model, which take most of the time, by name.
 
     Raises a ``UserError`` if the model has no backbone.
     """
@@ -123,7 +131,7 @@ def find_parts(model: nn.Module) -> dict[str, nn.Module]:
         return {"backbone": model}
     parts = {}
     for path in _PARTS:
-        with contextlib.suppress(AttributeError):
+        with contextlib.suppress(AttributeError):  # most models have only some of the parts
             parts[path] = model.get_submodule(path)
     if "backbone" not in parts:
         raise UserError(
@@ -134,6 +142,7 @@ def find_parts(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _rewrite(model: nn.Module, device: torch.device, report: DeployReport) -> None:
+    """Folds, fuses and makes channels-last, in place. Adds these steps to ``report``."""
     num_folded, num_left = fold_batch_norms(model)
     report["fold"] = f"{num_folded or 'no: no'} BatchNorms are folded into convolutions"
     if num_left:
@@ -150,17 +159,20 @@ def _rewrite(model: nn.Module, device: torch.device, report: DeployReport) -> No
 
 def _describe_precision(precision: str, device: torch.device) -> str:
     is_native = supports_bfloat16(device)
-    if precision == "float32":
-        hint = "; precision='bfloat16' is faster, and not equal"
-        return "no: float32" + hint * (is_native and device.type != "cpu")
-    return "bfloat16 by autocast" + ("" if is_native else ", slower: this device emulates it")
+    if precision == "bfloat16":
+        if is_native:
+            return "bfloat16 by autocast"
+        return "bfloat16 by autocast, slower: this device emulates it"
+    if is_native and device.type != "cpu":
+        return "no: float32; precision='bfloat16' is faster, and not equal"
+    return "no: float32"
 
 
 def _to_float32(_: nn.Module, __: Any, output: Any) -> Any:
-    """Casts tensors in half precision to float32."""
+    """A forward hook that casts all half-precision tensors of a module's output to float32."""
 
-    def widen(x: Any) -> Any:
+    def cast_to_float32(x: Any) -> Any:
         is_half = isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16)
         return x.float() if is_half else x
 
-    return tree_map(widen, output)
+    return tree_map(cast_to_float32, output)

@@ -55,7 +55,7 @@ _INT8_TOLERANCE = 0.02  # INT8 detections match if they differ by at most ten ti
 _OPSET = 18  # the first opset with an antialiased Resize
 _QUANTIZED = ["Conv", "MatMul", "Gemm"]
 _MIN_CHANNELS = 16  # layers with fewer, as in the stem, lose much accuracy and gain little speed
-_MIN_POSITIONS = 256  # layers with fewer positions, as for tokens and queries, take little time
+_MIN_POSITIONS = 256  # layers on fewer positions, such as tokens and queries, take little time
 logger = logging.getLogger(__name__)
 
 
@@ -72,11 +72,11 @@ def export_model(
     """Writes a model with its weights as an ONNX file, if the results agree with PyTorch.
 
     Args:
-        cfg: the config of the weights, see ``load_run_config``.
+        cfg: the config with which the weights were trained, from ``load_run_config``.
         output: an ``.onnx`` file.
         images: files and folders of images for the comparison; by default, images of blood cells in
             the package.
-        tolerance: see ``Agreement.holds``.
+        tolerance: largest allowed difference of scores, and of boxes relative to the image's side.
         overwrite: whether to replace ``output`` if it exists.
         image_size: (H, W) in pixels; the file then accepts only single images of this size. By
             default, it accepts any number of images of any size.
@@ -107,15 +107,16 @@ def export_model(
         if calibration:
             logger.info("The float32 file agrees:\n%s", report)
             logger.info("Calibrating 8-bit integers on %d images …", len(calibration))
-            number = quantize_onnx(written, [fit_image(image, image_size) for image in calibration])
+            fitted = [fit_image(image, image_size) for image in calibration]
+            num_layers = quantize_onnx(written, fitted)
             report = measure_agreement(
                 ExportedModel.open(written, device="cpu"),
                 reference,
                 examples,
                 tolerance=max(tolerance, _INT8_TOLERANCE),
-                source=f"{number} layers in 8-bit integers, beside PyTorch; {source}",
+                source=f"{num_layers} layers in 8-bit integers, beside PyTorch; {source}",
             )
-            report.is_held = False
+            report.is_held = False  # INT8 files are written whatever the differences
         write_atomically(output, written.read_bytes())
     return report
 
@@ -123,9 +124,10 @@ def export_model(
 def read_images(
     cfg: CfgNode, paths: Sequence[str], *, number: int = _NUM_IMAGES
 ) -> tuple[list[Images], str]:
-    """Returns a few images (H, W, 3) in the config's pixel format, and a description of them.
+    """Returns images (H, W, 3) in the config's pixel format, and a description of them.
 
-    Raises a ``UserError`` if no image can be read.
+    ``number`` images are chosen, evenly spaced over the files. Files that cannot be read are
+    skipped. Raises a ``UserError`` if no image can be read.
     """
     source = ", ".join(paths) or _CELLS
     if paths:
@@ -133,7 +135,8 @@ def read_images(
     else:
         files = [Path(record["file_name"]) for record in DatasetCatalog.get(source)]
     images: list[Images] = []
-    for file in files[:: max(1, len(files) // number)][:number]:
+    step = max(1, len(files) // number)
+    for file in files[::step][:number]:
         try:
             images.append(read_rgb(file))
         except UnreadableImage as error:
@@ -154,13 +157,13 @@ def write_model(
 ) -> None:
     """Writes a model as an ``.onnx`` file without comparing it with PyTorch.
 
-    For ``image_size``, see ``export_model``. Raises a ``UserError`` if the model cannot be exported
-    or a package is missing.
+    If ``image_size`` (H, W) in pixels is given, the file accepts only single images of this size.
+    Raises a ``UserError`` if the model cannot be exported or a package is missing.
     """
     exportable = build_exportable(model, cfg, image_size=image_size)
     program = trace_images(exportable, image_size)
-    description = exportable.info.to_json()
-    write_onnx(program, path, ["images"], exportable.info.outputs, {METADATA_KEY: description})
+    metadata = {METADATA_KEY: exportable.info.to_json()}
+    write_onnx(program, path, ["images"], exportable.info.outputs, metadata)
 
 
 def write_onnx(
@@ -170,9 +173,10 @@ def write_onnx(
     outputs: Sequence[str],
     metadata: Mapping[str, str],
 ) -> None:
-    """Writes a traced graph and metadata to one ONNX file.
+    """Writes a traced graph to one ONNX file.
 
-    Raises a ``UserError`` if a package of the extra ``export`` is missing.
+    ``inputs`` and ``outputs`` are the names of the graph's inputs and outputs. ``metadata`` are
+    texts by key. Raises a ``UserError`` if a package of the extra ``export`` is missing.
     """
     try:
         import onnx  # noqa: F401
@@ -211,10 +215,13 @@ def quantize_onnx(path: Path, images: Iterable[Images]) -> int:
             self._images = iter(images)
 
         def get_next(self) -> Any:
+            """Returns the inputs of the next run, or None at the end."""
             image = next(self._images, None)
-            return None if image is None else {"images": image[None]}
+            if image is None:
+                return None
+            return {"images": image[None]}
 
-    _fold_constants(path)
+    _fold_constants(path)  # so that weights are constants that can be quantized
     model = onnx.load(path)
     metadata = {entry.key: entry.value for entry in model.metadata_props}
     layers = _find_layers(model)
@@ -229,6 +236,7 @@ def quantize_onnx(path: Path, images: Iterable[Images]) -> int:
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
         )
+    # The quantizer drops the metadata.
     model = onnx.load(path)
     onnx.helper.set_model_props(model, metadata)
     onnx.save(model, path)
@@ -236,9 +244,10 @@ def quantize_onnx(path: Path, images: Iterable[Images]) -> int:
 
 
 def _fold_constants(path: Path) -> None:
-    """Replaces operators on constants, such as slices of weights, by their results."""
+    """Replaces operators on constants, such as slices of weights, by their results, in place."""
     import onnxruntime
 
+    # ONNX Runtime writes the optimized graph to this path when it loads a graph.
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.optimized_model_filepath = str(path)
@@ -250,22 +259,28 @@ def _find_layers(model: Any) -> list[str]:
 
     Excludes depthwise convolutions with several outputs per input, which are slow in runtimes.
     """
-    weights = {each.name: list(each.dims) for each in model.graph.initializer}
+    weight_shapes = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
     values = (*model.graph.value_info, *model.graph.output)
-    shapes = {each.name: each.type.tensor_type.shape.dim for each in values}
+    output_shapes = {value.name: value.type.tensor_type.shape.dim for value in values}
     names = []
     for node in model.graph.node:
-        if node.op_type not in _QUANTIZED or node.input[1] not in weights:
+        if node.op_type not in _QUANTIZED or node.input[1] not in weight_shapes:
             continue
-        weight = weights[node.input[1]]
-        output = shapes.get(node.output[0], ())
-        groups = next((each.i for each in node.attribute if each.name == "group"), 1)
-        # Variable lengths have no value. The first length is the batch size.
-        lengths = [each.dim_value or _MIN_POSITIONS for each in output]
-        positions = math.prod(lengths[2:] if node.op_type == "Conv" else lengths[-2:-1])
-        is_plain = groups == 1 and min(weight[:2]) >= _MIN_CHANNELS
-        is_depthwise = groups == weight[0] > 1
-        if positions >= _MIN_POSITIONS and (is_plain or is_depthwise):
+        groups = 1
+        for attribute in node.attribute:
+            if attribute.name == "group":
+                groups = attribute.i
+        # Variable lengths have no value, and count as large.
+        output_shape = output_shapes.get(node.output[0], ())
+        lengths = [length.dim_value or _MIN_POSITIONS for length in output_shape]
+        if node.op_type == "Conv":  # (N, C, H, W)
+            num_positions = math.prod(lengths[2:])
+        else:  # (…, positions, C)
+            num_positions = math.prod(lengths[-2:-1])
+        weight_shape = weight_shapes[node.input[1]]  # of a convolution: (outputs, inputs, …)
+        is_dense = groups == 1 and min(weight_shape[:2]) >= _MIN_CHANNELS
+        is_depthwise = groups > 1 and groups == weight_shape[0]
+        if num_positions >= _MIN_POSITIONS and (is_dense or is_depthwise):
             names.append(node.name)
     return names
 
@@ -279,10 +294,12 @@ def export_backbone(
     image_folders: Sequence[str] = (),
     opts: Sequence[str] = (),
 ) -> tuple[int, int]:
-    """Writes the tensors of a backbone without the prefix "backbone.", and the metadata.
+    """Writes the backbone of a model as weights, whose names have no prefix "backbone.".
+
+    The file also contains the metadata of the model's weights.
 
     Args:
-        weights: weights of any model with a child ``backbone``, as for ``find_weights``. If the
+        weights: path or name of the weights of any model with a child ``backbone``. If the
             backbone is an FPN, its ``bottom_up`` is written.
         output: a ``.safetensors`` file, to use as ``MODEL.WEIGHTS`` with this backbone.
         overwrite: whether to replace ``output`` if it exists.
@@ -307,16 +324,21 @@ def export_backbone(
     num_used = 0
     if num_images:
         cfg = load_run_config(weights, opts=opts)
-        records = load_image_folders(image_folders)[0] if image_folders else training_records(cfg)
+        if image_folders:
+            records, _ = load_image_folders(image_folders)
+        else:
+            records = training_records(cfg)
         images = read_whole_images(cfg, records, num_images)
         num_used = len(images)
         backbone = build_bare_backbone(cfg).to(cfg.MODEL.DEVICE)
         load_backbone(backbone, weights)
-        means = {"pixel_mean": cfg.MODEL.PIXEL_MEAN, "pixel_std": cfg.MODEL.PIXEL_STD}
-        if not recalibrate_bn(backbone, images, **means):
+        num_changed = recalibrate_bn(
+            backbone, images, pixel_mean=cfg.MODEL.PIXEL_MEAN, pixel_std=cfg.MODEL.PIXEL_STD
+        )
+        if num_changed == 0:
             raise UserError(f"the backbone of '{weights}' has no BatchNorm to recalibrate")
         tensors = dict(backbone.state_dict())
-    # The reset fields describe the rest of the model.
+    # These fields describe the parts of the model that are not written.
     info = dataclasses.replace(
         info or WeightsInfo(), class_names=(), category_ids=(), pretrain_only_modules=()
     )

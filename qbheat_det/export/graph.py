@@ -4,7 +4,8 @@
 Detectron2 resizes with Pillow, whose bilinear filter is antialiased and uses fixed-point numbers.
 No ONNX operator gives the same pixels, so the graph multiplies the image by matrices of Pillow's
 weights. Most entries of these matrices are zero. Therefore each block of output rows is computed
-only from its window of the image. Variable sizes are tensors, so they stay symbolic in the graph.
+only from the input rows that have a weight. Image sizes are computed as tensors. A Python number
+would be written to the graph as a constant, and the file would accept only images of one size.
 """
 
 import copy
@@ -32,7 +33,7 @@ from qbheat_det.modeling.contracts import get_backbone
 from .heads import Head, build_head
 
 logger = logging.getLogger(__name__)
-_HALF = 2.0**11  # Pillow's weights are integers divided by the square of this number
+_HALF = 2.0**11  # Pillow's weights are 22-bit fractions, integers divided by _HALF**2
 _BLOCK = 32  # rows of a resized image that are computed together
 
 
@@ -40,8 +41,9 @@ _BLOCK = 32  # rows of a resized image that are computed together
 class ShortestEdge:
     """The resize of Detectron2's ``DefaultPredictor``, ``ResizeShortestEdge`` with one length.
 
-    The shorter side becomes ``min_size`` pixels (0 does not resize). The image is made smaller if
-    the longer side would exceed ``max_size``.
+    The shorter side becomes ``min_size`` pixels. If the longer side would then exceed ``max_size``
+    pixels, the longer side becomes ``max_size`` instead. If ``min_size`` is 0, images keep their
+    size.
     """
 
     min_size: int
@@ -50,38 +52,43 @@ class ShortestEdge:
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Takes images (N, H, W, 3), uint8. Returns resized images and the sizes.
 
-        The images are (N, 3, H', W') with integer values. The sizes are int64 (4,): H, W, H', W'.
+        The images are (N, 3, H', W'), float32 with integer values. The sizes are int64 (4,): H, W,
+        H', W'.
         """
         size = _size_of(images)
         if not self.min_size:
             return images.permute(0, 3, 1, 2).float(), torch.cat([size, size])
-        lengths = images.shape[1:3]
-        if all(type(length) is int for length in lengths):  # the graph is for one size
-            shape = ResizeShortestEdge.get_output_shape(*lengths, self.min_size, self.max_size)
-            height, width = (max(1, length) for length in shape)
-            resized = torch.tensor([height, width])
+        old_height, old_width = images.shape[1:3]
+        if _is_fixed(old_height) and _is_fixed(old_width):
+            height, width = ResizeShortestEdge.get_output_shape(
+                old_height, old_width, self.min_size, self.max_size
+            )
+            height = max(1, height)
+            width = max(1, width)
+            new_size = torch.tensor([height, width])
         else:
-            resized = self.output_shape(size)
-            height, width = (_as_int(length) for length in resized.unbind())
-        return resize_as_pillow(images, height, width), torch.cat([size, resized])
+            new_size = self.output_shape(size)
+            height = _as_int(new_size[0])
+            width = _as_int(new_size[1])
+        return resize_as_pillow(images, height, width), torch.cat([size, new_size])
 
     def output_shape(self, size: Tensor) -> Tensor:
-        """Returns H' and W' of images of ``size`` (…, 2), H and W. Both are int64 and at least 1.
+        """Takes sizes (…, 2), H and W. Returns the sizes (…, 2) after the resize, int64.
 
         Equals Detectron2's ``ResizeShortestEdge.get_output_shape``, whose branches cannot be in a
-        graph. The operations are the same, in float64 and in the same order. Therefore, sides of
-        k + 0.5 pixels, where a different rounding error would change the result, are equal too.
+        graph. Sides are at least 1. The operations are the same, in float64 and in the same order.
+        With other rounding errors, sides of k + 0.5 pixels could be rounded to another integer.
         """
-        height, width = size[..., 0], size[..., 1]
+        height = size[..., 0]
+        width = size[..., 1]
         # As in Detectron2, the shorter side of a square is its width.
         is_shorter = torch.stack([height < width, width <= height], dim=-1)
-        # A number in place of these tensors would be multiplied by the reciprocal of the divisor.
-        min_size, max_size = (
-            torch.scalar_tensor(length, dtype=torch.float64)
-            for length in (self.min_size, self.max_size)
-        )
+        # Tensors, because a Python number would be divided by multiplying with the reciprocal.
+        min_size = torch.scalar_tensor(self.min_size, dtype=torch.float64)
+        max_size = torch.scalar_tensor(self.max_size, dtype=torch.float64)
         sides = size.double()
-        sides = torch.where(is_shorter, min_size, min_size / sides.amin(-1, keepdim=True) * sides)
+        shorter = sides.amin(-1, keepdim=True)
+        sides = torch.where(is_shorter, min_size, min_size / shorter * sides)
         longer = sides.amax(-1, keepdim=True)
         sides = torch.where(longer > max_size, sides * (max_size / longer), sides)
         return (sides + 0.5).long().clamp(min=1)
@@ -98,15 +105,20 @@ class CenterCrop:
     share: float
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Like ``ShortestEdge.__call__``, but returns images (N, 3, size, size)."""
+        """Takes images (N, H, W, 3), uint8. Returns the resized crops and the sizes.
+
+        The crops are (N, 3, size, size), float32 with integer values. The sizes are int64 (4,): H,
+        W, size, size.
+        """
         size = _size_of(images)
-        # Halves are rounded to even numbers, as in Python.
+        # Halves are rounded to even numbers, as by Python's round.
         side = (size.min().double() * self.share).round().long().clamp(min=1)
-        start = torch.div(size - side, 2, rounding_mode="floor")
+        first_row, first_column = torch.div(size - side, 2, rounding_mode="floor").unbind()
         # The exporter does not support slices whose ends are computed.
-        steps = torch.arange(_as_int(side), device=images.device)
-        planes = images.index_select(1, start[0] + steps).index_select(2, start[1] + steps)
-        resized = resize_as_pillow(planes, self.size, self.size)
+        offsets = torch.arange(_as_int(side), device=images.device)
+        crops = images.index_select(1, first_row + offsets)
+        crops = crops.index_select(2, first_column + offsets)  # (N, side, side, 3)
+        resized = resize_as_pillow(crops, self.size, self.size)
         return resized, torch.cat([size, torch.full_like(size, self.size)])
 
 
@@ -121,7 +133,14 @@ class Preprocessing(nn.Module):
         std: Sequence[float],
         size_divisibility: int = 0,
     ) -> None:
-        """Height and width are padded to multiples of ``size_divisibility``; 0 does not pad."""
+        """
+        Args:
+            resize: resizes or crops the images.
+            mean: mean of each channel.
+            std: standard deviation of each channel.
+            size_divisibility: heights and widths are padded to multiples of this number. 0 does not
+                pad.
+        """
         super().__init__()
         self.resize = resize
         self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1))
@@ -135,14 +154,17 @@ class Preprocessing(nn.Module):
 
         The sizes are int64 (4,): H, W, and H', W' after the resize.
         """
-        planes, sizes = self.resize(images)
-        x = (planes - self.mean) / self.std
+        resized, sizes = self.resize(images)
+        x = (resized - self.mean) / self.std
         if not self.size_divisibility:
             return x, sizes
         multiple = self.size_divisibility
-        steps = torch.div(sizes[2:] + (multiple - 1), multiple, rounding_mode="floor")
-        height, width = (multiple * _as_int(length) for length in steps.unbind())
-        return F.pad(x, (0, width - x.shape[3], 0, height - x.shape[2])), sizes
+        # H' / multiple and W' / multiple, rounded up
+        quotients = torch.div(sizes[2:] + (multiple - 1), multiple, rounding_mode="floor")
+        height = multiple * _as_int(quotients[0])
+        width = multiple * _as_int(quotients[1])
+        padded = F.pad(x, (0, width - x.shape[3], 0, height - x.shape[2]))
+        return padded, sizes
 
 
 def resize_as_pillow(images: Tensor, height: int, width: int) -> Tensor:
@@ -151,35 +173,52 @@ def resize_as_pillow(images: Tensor, height: int, width: int) -> Tensor:
     Takes images (N, H, W, 3), uint8. Returns (N, 3, height, width), float32 with integer values in
     [0, 255].
     """
-    columns = images.transpose(1, 2)  # (N, W, H, 3)
-    columns = _resize_rows(columns.flatten(2), width).unflatten(2, (-1, 3))
-    rows = _resize_rows(columns.transpose(1, 2).flatten(2), height).unflatten(2, (-1, 3))
+    columns = images.transpose(1, 2).flatten(2)  # (N, W, H * 3)
+    columns = _resize_rows(columns, width).unflatten(2, (-1, 3))  # (N, width, H, 3)
+    rows = columns.transpose(1, 2).flatten(2)  # (N, H, width * 3)
+    rows = _resize_rows(rows, height).unflatten(2, (-1, 3))  # (N, height, width, 3)
     return rows.permute(0, 3, 1, 2).float()
 
 
 def _resize_rows(x: Tensor, length: int) -> Tensor:
-    """Resizes (N, L, M), with integer values in [0, 255] of any dtype, to (N, length, M)."""
-    if type(length) is type(x.shape[1]) is int and length == x.shape[1]:
+    """Resizes (N, L, M), with integer values in [0, 255] of any dtype, to (N, length, M).
+
+    The output rows are computed in blocks of ``_BLOCK`` rows. A window is the range of input rows
+    that a block needs. All windows have the same number of rows.
+    """
+    if _is_fixed(length) and _is_fixed(x.shape[1]) and length == x.shape[1]:
         return x
-    old, new = (torch.scalar_tensor(n, dtype=torch.float64) for n in (x.shape[1], length))
-    scale = old / new
-    support = scale.clamp(min=1)
-    blocks = (length + _BLOCK - 1) // _BLOCK
-    row = (_BLOCK * torch.arange(blocks)[:, None] + torch.arange(_BLOCK)).double()
-    center = (torch.minimum(row, new - 1) + 0.5) * scale  # (blocks, _BLOCK)
-    window = _as_int(((_BLOCK - 1) * scale + 2 * support).ceil().long() + 2)
-    pixel = (center[:, :1] - support).floor() + torch.arange(window)  # (blocks, window)
-    distance = (pixel[:, None] + 0.5 - center[:, :, None]).abs() / support
-    inside = (pixel >= 0) & (pixel < old)
-    weights = (1 - distance).clamp(min=0) * inside[:, None].double()
+    old_length = torch.scalar_tensor(x.shape[1], dtype=torch.float64)
+    new_length = torch.scalar_tensor(length, dtype=torch.float64)
+    scale = old_length / new_length
+    support = scale.clamp(min=1)  # half the width of the triangle filter, in input rows
+    num_blocks = (length + _BLOCK - 1) // _BLOCK
+    block_starts = _BLOCK * torch.arange(num_blocks)[:, None]
+    output_rows = (block_starts + torch.arange(_BLOCK)).double()  # (num_blocks, _BLOCK)
+    # Rows of the last block beyond the end repeat the last row. They are removed at the end.
+    output_rows = torch.minimum(output_rows, new_length - 1)
+    centers = (output_rows + 0.5) * scale  # in input rows
+    window_length = _as_int(((_BLOCK - 1) * scale + 2 * support).ceil().long() + 2)
+    window_starts = (centers[:, :1] - support).floor()
+    input_rows = window_starts + torch.arange(window_length)  # (num_blocks, window_length)
+
+    # The weight of each input row for each output row, (num_blocks, _BLOCK, window_length).
+    distances = (input_rows[:, None] + 0.5 - centers[:, :, None]).abs() / support
+    is_inside = (input_rows >= 0) & (input_rows < old_length)
+    weights = (1 - distances).clamp(min=0) * is_inside[:, None].double()
     weights = weights / weights.sum(dim=2, keepdim=True)
-    weights = (weights * _HALF**2 + 0.5).floor()  # 22 bits: the upper 11 and the lower 11
-    high = (weights / _HALF).floor()
-    pair = torch.cat([high / _HALF, weights / _HALF - high], dim=1).float()
-    index = torch.minimum(pixel.clamp(min=0), old - 1).long().flatten()
-    windows = x.index_select(1, index).unflatten(1, (blocks, window)).float()
-    upper, lower = (pair @ windows).unflatten(2, (2, _BLOCK)).unbind(2)
-    # (2048 upper + lower) / 2048 to the nearest integer, exactly, in float32.
+    weights = (weights * _HALF**2 + 0.5).floor()  # 22-bit integers, as in Pillow
+    # The upper and the lower 11 bits, because products of 22 bits are not exact in float32.
+    upper_bits = (weights / _HALF).floor()
+    lower_bits = weights / _HALF - upper_bits
+    both = torch.cat([upper_bits / _HALF, lower_bits], dim=1).float()
+
+    index = torch.minimum(input_rows.clamp(min=0), old_length - 1).long().flatten()
+    windows = x.index_select(1, index)  # (N, num_blocks * window_length, M)
+    windows = windows.unflatten(1, (num_blocks, window_length)).float()
+    sums = (both @ windows).unflatten(2, (2, _BLOCK))  # (N, num_blocks, 2, _BLOCK, M)
+    upper, lower = sums.unbind(2)
+    # (2048 upper + lower) / 2048, rounded to the nearest integer. This is exact in float32.
     resized = (upper + lower.floor() / _HALF + 0.5).floor().flatten(1, 2)
     return resized.index_select(1, torch.arange(length))
 
@@ -192,8 +231,16 @@ def _size_of(images: Tensor) -> Tensor:
 def _as_int(length: Tensor) -> int:
     """Converts a 0-d tensor, at least 1, to an integer that stays symbolic in the graph."""
     number = length.item()
-    torch._check(number >= 1)
+    torch._check(number >= 1)  # tells the exporter the range of the number
     return cast(int, number)
+
+
+def _is_fixed(length: object) -> bool:
+    """Returns whether a length is a Python number, the same for all images of the file.
+
+    Other lengths are symbolic while the model is traced.
+    """
+    return type(length) is int
 
 
 class ExportableModel(nn.Module):
@@ -209,9 +256,10 @@ class ExportableModel(nn.Module):
         self.info = info
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Takes images (N, H, W, 3), uint8; returns outputs in the order of ``info.outputs``."""
+        """Takes images (N, H, W, 3), uint8. Returns the outputs named ``info.outputs``, in order."""
         x, sizes = self.preprocessing(images)
-        return cast(tuple[Tensor, ...], self.head(self.backbone(x), sizes))
+        features = self.backbone(x)
+        return cast(tuple[Tensor, ...], self.head(features, sizes))
 
 
 def build_exportable(
@@ -226,7 +274,7 @@ def build_exportable(
     fold_batch_norms(model)
     head = build_head(model)
     backbone = get_backbone(model)
-    assert backbone is not None  # else ``build_head`` raises an error
+    assert backbone is not None  # ``build_head`` raises an error for models without backbone
     resize: ShortestEdge | CenterCrop
     if isinstance(model, ImageClassifier):
         resize = CenterCrop(model.image_size, share=cfg.INPUT.CLASSIFY.TEST_CROP)
@@ -238,7 +286,7 @@ def build_exportable(
         std=cfg.MODEL.PIXEL_STD,
         size_divisibility=0 if head.task == "classification" else backbone.size_divisibility,
     )
-    # Paths of the exporting machine may be private.
+    # The file's metadata contains the config, but no paths of this machine, which may be private.
     defaults = get_cfg()
     paths = {"MODEL.WEIGHTS": defaults.MODEL.WEIGHTS, "OUTPUT_DIR": defaults.OUTPUT_DIR}
     info = ExportInfo(
@@ -260,7 +308,10 @@ def build_exportable(
 def trace(
     module: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Sequence[Any]
 ) -> ExportedProgram:
-    """Traces a module in eval mode."""
+    """Traces a module in evaluation mode with example inputs.
+
+    ``dynamic_shapes`` are the variable dimensions of each input, as for ``torch.export``.
+    """
     return torch.export.export(module, inputs, dynamic_shapes=tuple(dynamic_shapes), strict=False)
 
 
@@ -279,6 +330,8 @@ def trace_images(module: nn.Module, image_size: tuple[int, ...] = ()) -> Exporte
 
 def example_images(number: int = 2, height: int = 253, width: int = 311) -> Tensor:
     """Returns example images for tracing, (number, height, width, 3), uint8."""
-    # The default lengths are unlikely to equal any other length in a network.
-    shape = number, height, width, 3
-    return (torch.arange(math.prod(shape)) * 37 % 256).to(torch.uint8).view(shape)
+    # The exporter treats equal lengths as one. The default height and width are unlikely to equal
+    # any other length in a network.
+    shape = (number, height, width, 3)
+    values = torch.arange(math.prod(shape)) * 37 % 256
+    return values.to(torch.uint8).view(shape)

@@ -2,7 +2,8 @@
 """Heads of exported models, which compute the file's outputs from the backbone's outputs.
 
 Detectors return a variable number of boxes per image, but a graph needs fixed shapes. Therefore
-these heads return tables with R rows per image. Inside the graph, empty rows have a score of -1.
+these heads return R rows per image, where rows without a box are empty. Inside the graph, empty
+rows have a score of -1.
 """
 
 from collections.abc import Mapping
@@ -27,14 +28,15 @@ EMPTY = -1.0
 
 
 class Head(nn.Module):
-    """Computes the outputs of an exported file from the backbone's outputs ``self.in_features``.
+    """Base of heads. ``forward`` computes the outputs of an exported file.
 
-    ``forward`` takes the backbone's outputs by name, and sizes (4,): H, W before the resize, and
-    H', W' after it.
+    It takes the backbone's outputs by name, and sizes (4,): H, W of the images before the resize,
+    and H', W' after it. Heads read the backbone's outputs ``in_features``.
     """
 
     task: Task
     score_threshold = 0.0
+    """Lowest score of detections that the file returns."""
 
     def __init__(self, in_features: list[str]) -> None:
         super().__init__()
@@ -69,7 +71,7 @@ class ClassifierHead(Head):
 
 
 class MFDETRHead(Head):
-    """Runs MF-DETR's decoder; R is the number of queries."""
+    """Runs MF-DETR's decoder. R is the number of queries."""
 
     task = "detection"
 
@@ -80,23 +82,27 @@ class MFDETRHead(Head):
         self._is_padded = model.backbone.size_divisibility > 1
 
     def forward(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
-        maps = [features[name] for name in self.in_features]
-        mask = None
+        maps = [features[name] for name in self.in_features]  # at strides 8, 16, …
+        padding = None
         if self._is_padded:
-            fine = maps[0]
-            whole = padding_mask(sizes[None, 2:], (8 * fine.shape[2], 8 * fine.shape[3]))
-            mask = halve(halve(halve(whole.expand(fine.shape[0], -1, -1, -1))))
-        outputs = self.decoder(maps, mask)
-        scores, labels = self._read_scores(outputs["pred_logits"][-1].float()).max(dim=-1)
-        extent = sizes[2:].flip(0).repeat(2).to(scores.dtype)
+            num_images, _, height, width = maps[0].shape
+            image_sizes = sizes[None, 2:]  # (1, 2): H', W'
+            pixel_padding = padding_mask(image_sizes, (8 * height, 8 * width))
+            pixel_padding = pixel_padding.expand(num_images, -1, -1, -1)
+            padding = halve(halve(halve(pixel_padding)))  # (N, 1, height, width)
+        outputs = self.decoder(maps, padding)
+        class_scores = self._read_scores(outputs["pred_logits"][-1].float())  # (N, R, K)
+        scores, labels = class_scores.max(dim=-1)
+        extent = sizes[2:].flip(0).repeat(2).to(scores.dtype)  # (4,): W', H', W', H'
         boxes = box_convert(outputs["pred_boxes"][-1], "cxcywh", "xyxy") * extent
-        return sort_detections(torch.minimum(boxes.clamp(min=0), extent), scores, labels, sizes)
+        boxes = torch.minimum(boxes.clamp(min=0), extent)
+        return sort_detections(boxes, scores, labels, sizes)
 
 
 class DenseHead(Head):
-    """Selects the top scores of RetinaNet or FCOS, then applies NMS.
+    """Selects the highest scores of RetinaNet or FCOS on each level, then applies NMS.
 
-    The tables have R = ``TEST.DETECTIONS_PER_IMAGE`` rows.
+    R, the number of rows per image, is ``TEST.DETECTIONS_PER_IMAGE``.
     """
 
     task = "detection"
@@ -114,41 +120,55 @@ class DenseHead(Head):
 
     def forward(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
         maps = [features[name] for name in self.in_features]
+        # A feature map per level in each list. Only FCOS predicts centerness.
         logits, deltas, *centerness = self.head(maps)
-        levels_scores = [permute_to_N_HWA_K(x, self._num_classes).sigmoid() for x in logits]
-        for centers in centerness:  # FCOS only
-            pairs = zip(levels_scores, centers, strict=True)
-            levels_scores = [(x * permute_to_N_HWA_K(y, 1).sigmoid()).sqrt() for x, y in pairs]
         anchors = self.anchor_generator(maps)
-        levels = [
-            self._select_top(scores, permute_to_N_HWA_K(level_deltas, 4), level_anchors.tensor)
-            for scores, level_deltas, level_anchors in zip(
-                levels_scores, deltas, anchors, strict=True
+        level_boxes = []
+        level_scores = []
+        level_labels = []
+        for level in range(len(maps)):
+            scores = permute_to_N_HWA_K(logits[level], self._num_classes).sigmoid()
+            if centerness:
+                center_scores = permute_to_N_HWA_K(centerness[0][level], 1).sigmoid()
+                scores = (scores * center_scores).sqrt()
+            boxes, scores, labels = self._select_top(
+                scores, permute_to_N_HWA_K(deltas[level], 4), anchors[level].tensor
             )
-        ]
-        boxes, scores, labels = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+            level_boxes.append(boxes)
+            level_scores.append(scores)
+            level_labels.append(labels)
+        boxes = torch.cat(level_boxes, dim=1)  # (N, levels * T, 4)
+        scores = torch.cat(level_scores, dim=1)
+        labels = torch.cat(level_labels, dim=1)
         scores = suppress_overlaps(boxes, scores, labels, self._num_classes, self._iou_threshold)
-        scores, order = scores.topk(min(self._num_rows, scores.shape[1]), dim=1)
+        num_rows = min(self._num_rows, scores.shape[1])
+        scores, order = scores.topk(num_rows, dim=1)  # (N, R)
         boxes = boxes.gather(1, order[..., None].expand(-1, -1, 4))
-        return sort_detections(boxes, scores, labels.gather(1, order), sizes)
+        labels = labels.gather(1, order)
+        return sort_detections(boxes, scores, labels, sizes)
 
     def _select_top(
         self, scores: Tensor, deltas: Tensor, anchors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the T best boxes (N, T, 4), their scores (N, T) and labels (N, T) of one level.
 
-        Takes scores (N, HWA, K), deltas (N, HWA, 4) and anchors (HWA, 4).
+        Takes scores (N, HWA, K), deltas (N, HWA, 4) and anchors (HWA, 4), where A is the number of
+        anchors per position. Boxes whose score is not above the threshold get the score ``EMPTY``.
         """
-        # Empty rows are appended, because a small level has fewer than T scores.
-        flat = nn.functional.pad(scores.flatten(1), (0, self._num_candidates), value=EMPTY)
-        best, index = flat.topk(self._num_candidates, dim=1)
-        is_found = best > self.score_threshold
-        index = torch.where(is_found, index, 0)
-        rows = torch.div(index, self._num_classes, rounding_mode="floor")
-        chosen = deltas.gather(1, rows[..., None].expand(-1, -1, 4))
-        boxes = self._transform.apply_deltas(chosen.flatten(0, 1), anchors[rows.flatten()])
-        scores = torch.where(is_found, best, EMPTY)
-        return boxes.view(chosen.shape), scores, index - rows * self._num_classes
+        # Empty scores are appended, because a small level has fewer than T scores.
+        flat_scores = nn.functional.pad(scores.flatten(1), (0, self._num_candidates), value=EMPTY)
+        top_scores, index = flat_scores.topk(self._num_candidates, dim=1)  # (N, T)
+        is_above = top_scores > self.score_threshold
+        top_scores = torch.where(is_above, top_scores, EMPTY)
+        index = torch.where(is_above, index, 0)  # indices of appended scores would be out of range
+        # An index counts classes within anchors.
+        anchor_index = torch.div(index, self._num_classes, rounding_mode="floor")
+        labels = index - anchor_index * self._num_classes
+        top_deltas = deltas.gather(1, anchor_index[..., None].expand(-1, -1, 4))  # (N, T, 4)
+        boxes = self._transform.apply_deltas(
+            top_deltas.flatten(0, 1), anchors[anchor_index.flatten()]
+        )
+        return boxes.view(top_deltas.shape), top_scores, labels
 
 
 def sort_detections(
@@ -163,16 +183,22 @@ def sort_detections(
         sizes: (4,): H, W, H', W' in pixels, before and after the resize.
 
     Returns:
-        The outputs "boxes", "scores", "labels" and "counts", see ``ExportInfo``.
+        Boxes (N, R, 4), XYXY in pixels of the input image. Their scores (N, R), in descending
+        order. Their labels (N, R). The number (N,) of rows that are not empty, which come first.
     """
     lengths = sizes.to(boxes.dtype)
-    scale = (lengths[:2] / lengths[2:]).flip(0).repeat(2)
-    boxes = torch.minimum((boxes * scale).clamp(min=0), lengths[:2].flip(0).repeat(2))
+    input_size = lengths[:2]  # H, W
+    resized_size = lengths[2:]  # H', W'
+    scale = (input_size / resized_size).flip(0).repeat(2)  # (4,), for x, y, x, y
+    extent = input_size.flip(0).repeat(2)  # (4,): W, H, W, H
+    boxes = torch.minimum((boxes * scale).clamp(min=0), extent)
     has_area = (boxes[..., 2:] > boxes[..., :2]).all(dim=-1)
     scores = torch.where(has_area, scores, EMPTY)
     scores, order = scores.topk(scores.shape[1], dim=1)
     boxes = boxes.gather(1, order[..., None].expand(-1, -1, 4))
-    return boxes, scores.clamp(min=0), labels.gather(1, order), (scores > EMPTY).sum(dim=1)
+    labels = labels.gather(1, order)
+    counts = (scores > EMPTY).sum(dim=1)
+    return boxes, scores.clamp(min=0), labels, counts
 
 
 @torch.library.custom_op("qbheat_det::suppress_overlaps", mutates_args=())
@@ -191,18 +217,20 @@ def suppress_overlaps(
     Returns:
         The scores (N, M), ``EMPTY`` for suppressed boxes.
     """
-    image, row = (scores > EMPTY).nonzero().unbind(dim=1)
-    # Boxes of different images and classes get offsets, so they do not overlap. Offsets are large,
-    # and float64 keeps the IoUs exact enough.
+    image, row = (scores > EMPTY).nonzero().unbind(dim=1)  # (P,) each, of P boxes
+    # A different offset for each image and class moves their boxes apart, so that one call of nms
+    # is enough. In float64, the IoUs are exact enough in spite of large offsets.
     group = image * num_classes + labels[image, row]
-    offset = 2 * (boxes.abs().max().double() + 1) * group
-    best = scores[image, row]
-    kept = nms(boxes[image, row].double() + offset[:, None], best.double(), iou_threshold)
-    return torch.full_like(scores, EMPTY).index_put((image[kept], row[kept]), best[kept])
+    distance = 2 * (boxes.abs().max().double() + 1)
+    offset = distance * group
+    box_scores = scores[image, row]
+    kept = nms(boxes[image, row].double() + offset[:, None], box_scores.double(), iou_threshold)
+    return torch.full_like(scores, EMPTY).index_put((image[kept], row[kept]), box_scores[kept])
 
 
 @suppress_overlaps.register_fake
 def _(boxes: Tensor, scores: Tensor, *_: Any) -> Tensor:
+    """Returns a tensor with the shape of the result, for tracing."""
     return torch.empty_like(scores)
 
 
@@ -210,17 +238,17 @@ def _translate(boxes: Any, scores: Any, labels: Any, num_classes: int, iou_thres
     """Translates ``suppress_overlaps`` to ONNX's NonMaxSuppression, which separates classes."""
     from onnxscript import opset18
 
-    op: Any = opset18  # accepts Python's numbers as constants, unlike its annotations
+    op: Any = opset18  # Any, because its annotations do not allow Python numbers, which it accepts
     classes = op.Constant(value_ints=list(range(num_classes)))
     is_class = op.Equal(op.Unsqueeze(labels, [1]), op.Unsqueeze(classes, [0, 2]))
     empty = op.Constant(value_float=EMPTY)
     class_scores = op.Where(is_class, op.Unsqueeze(scores, [1]), empty)  # (N, K, M)
-    selected = op.NonMaxSuppression(
+    selected = op.NonMaxSuppression(  # rows of (image, class, row)
         boxes,
         class_scores,
         op.Gather(op.Shape(scores), [1]),  # keep up to M boxes
         op.Constant(value_floats=[iou_threshold]),
-        op.Constant(value_floats=[0.0]),
+        op.Constant(value_floats=[0.0]),  # lowest score, so that empty rows are not selected
     )
     kept = op.Gather(selected, [0, 2], axis=1)  # image and row
     return op.ScatterND(op.Expand(empty, op.Shape(scores)), kept, op.GatherND(scores, kept))

@@ -50,8 +50,9 @@ class SharedEncoder(nn.Module):
         self.names = list(names)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Takes images (N, H, W, 3), uint8; returns feature maps (N, C, H', W'), tokens (N, M, D)
-        and ``SIZES``.
+        """Takes images (N, H, W, 3), uint8. Returns the outputs ``names``, and the sizes (4,).
+
+        Feature maps are (N, C, H', W'), and tokens (N, M, D).
         """
         x, sizes = self.preprocessing(images)
         features = self.backbone(x)
@@ -59,9 +60,12 @@ class SharedEncoder(nn.Module):
 
     def hash(self) -> str:
         """Returns a hash of the weights and the preprocessing, 16 hexadecimal digits."""
-        resize = self.preprocessing.resize
-        size_divisibility = self.preprocessing.size_divisibility
-        parts = (self.names, resize, size_divisibility, hash_tensors(_tensors(self)))
+        parts = (
+            self.names,
+            self.preprocessing.resize,
+            self.preprocessing.size_divisibility,
+            hash_tensors(_tensors(self)),
+        )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -78,7 +82,8 @@ class BranchHead(nn.Module):
         fpn = model.backbone
         if isinstance(fpn, FPN):
             self.names = list(fpn.in_features)
-            # In the copy, bottom_up is the identity: its input is the encoder's output.
+            # The second argument replaces bottom_up by the identity in the copy, because the input
+            # of the copy is the output of the encoder.
             self.fpn = copy.deepcopy(fpn, {id(fpn.bottom_up): nn.Identity()})
 
     def forward(self, maps: list[Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
@@ -92,28 +97,35 @@ class BranchHead(nn.Module):
 def split_models(
     models: Mapping[str, ExportableModel],
 ) -> tuple[SharedEncoder, dict[str, BranchHead]]:
-    """Splits models into the encoder that they share and their heads, by the name of the head.
+    """Splits models into the encoder that they share, and their heads.
 
-    Raises a ``UserError`` if the backbones or the preprocessing of the models differ.
+    ``models`` and the returned heads are keyed by the name of the head. Raises a ``UserError`` if
+    the backbones or the preprocessing of the models differ.
     """
-    # Some outputs, such as s16_expanded, come from layers that not every model has.
-    fullest = max(models, key=lambda name: len(get_encoder(models[name].backbone).state_dict()))
+    # Some outputs, such as s16_expanded, come from layers that not every model has. Each model is
+    # compared with the model that has the most tensors.
+    largest = max(models, key=lambda name: len(get_encoder(models[name].backbone).state_dict()))
     for name, model in models.items():
-        differences = _find_differences(models[fullest], model)
+        differences = _find_differences(models[largest], model)
         if differences:
             raise UserError(
-                f"'{fullest}' and '{name}' cannot share an encoder: {join_first(differences)} "
+                f"'{largest}' and '{name}' cannot share an encoder: {join_first(differences)} "
                 "differ; freeze the backbone with MODEL.BACKBONE.FREEZE_AT"
             )
     heads = {name: BranchHead(model).eval() for name, model in models.items()}
-    names = list(dict.fromkeys(name for head in heads.values() for name in head.names))
+    outputs: list[str] = []  # all outputs of the encoder that a head reads
+    for head in heads.values():
+        outputs += [name for name in head.names if name not in outputs]
     for model in models.values():
-        if set(names) <= set(get_encoder(model.backbone).output_shape()):
-            return SharedEncoder(model, names).eval(), heads
-    raise UserError(f"no backbone of these models gives every output that the heads read: {names}")
+        if set(outputs) <= set(get_encoder(model.backbone).output_shape()):
+            return SharedEncoder(model, outputs).eval(), heads
+    raise UserError(
+        f"no backbone of these models gives every output that the heads read: {outputs}"
+    )
 
 
 def _find_differences(model: ExportableModel, other: ExportableModel) -> list[str]:
+    """Returns what prevents ``other`` from using the encoder of ``model``: settings and tensors."""
     ours = model.preprocessing
     theirs = other.preprocessing
     our_backbone = get_encoder(model.backbone)
@@ -133,9 +145,12 @@ def _find_differences(model: ExportableModel, other: ExportableModel) -> list[st
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the tensors that affect the outputs. BatchNorm's count of batches does not."""
-    state = module.state_dict()
-    return {k: tensor for k, tensor in state.items() if not k.endswith("num_batches_tracked")}
+    """Returns the tensors that affect the outputs, which BatchNorm's count of batches does not."""
+    tensors = {}
+    for name, tensor in module.state_dict().items():
+        if not name.endswith("num_batches_tracked"):
+            tensors[name] = tensor
+    return tensors
 
 
 def export_shared_encoder(
@@ -149,15 +164,16 @@ def export_shared_encoder(
     """Writes ``encoder.onnx`` and a ``head_NAME.onnx`` per head, if all agree with PyTorch.
 
     Args:
-        configs: the config of each head's weights, by head name; see ``load_run_config``.
+        configs: the config of each head's weights, by head name.
         folder: folder for the files.
-        images: see ``export_model``.
-        tolerance: see ``export_model``.
+        images: files and folders of images for the comparison; by default, images of blood cells in
+            the package.
+        tolerance: largest allowed difference of scores, and of boxes relative to the image's side.
         overwrite: whether to replace existing files.
 
     Raises:
-        UserError: the models cannot be exported or share no encoder, a head does not agree with
-            PyTorch, or the folder contains heads of another encoder. Then nothing is written.
+        UserError: the models cannot be exported, or they share no encoder. Or a head does not agree
+            with PyTorch, or the folder contains other heads. Then nothing is written.
     """
     _check_folder(folder, configs, overwrite=overwrite)
     configs = {name: with_values(cfg, ON_CPU) for name, cfg in configs.items()}
@@ -180,12 +196,17 @@ def export_shared_encoder(
 
 
 def _check_folder(folder: Path, heads: Iterable[str], *, overwrite: bool) -> None:
+    """Raises a ``UserError`` if the files cannot be written to the folder, or would be mixed up.
+
+    Heads that stay in the folder would not fit the new encoder.
+    """
     new = [ENCODER, *(f"{HEAD_PREFIX}{name}.onnx" for name in heads)]
-    old = [path.name for path in (*folder.glob(ENCODER), *folder.glob(f"{HEAD_PREFIX}*.onnx"))]
-    others = sorted(set(old) - set(new))
-    if others:
+    old_paths = [*folder.glob(ENCODER), *folder.glob(f"{HEAD_PREFIX}*.onnx")]
+    old = [path.name for path in old_paths]
+    remaining = sorted(set(old) - set(new))
+    if remaining:
         raise UserError(
-            f"--output '{folder}' contains {others[0]}, which does not fit the new encoder"
+            f"--output '{folder}' contains {remaining[0]}, which does not fit the new encoder"
         )
     if old and not overwrite:
         raise UserError(
@@ -195,20 +216,38 @@ def _check_folder(folder: Path, heads: Iterable[str], *, overwrite: bool) -> Non
 
 
 def _write(encoder: SharedEncoder, heads: Mapping[str, BranchHead], folder: Path) -> None:
-    info = next(iter(heads.values())).info
-    outputs = (*encoder.names, SIZES)
-    about = ExportInfo("features", outputs, info.pixel_format, config=info.config).to_json()
-    shared = {SHARED_ENCODER_KEY: encoder.hash()}
-    metadata = {METADATA_KEY: about, **shared}
-    write_onnx(trace_images(encoder), folder / ENCODER, ["images"], outputs, metadata)
+    """Traces the encoder and the heads, and writes a file for each."""
+    first_head = next(iter(heads.values()))
+    encoder_outputs = (*encoder.names, SIZES)
+    encoder_info = ExportInfo(
+        "features",
+        encoder_outputs,
+        first_head.info.pixel_format,
+        config=first_head.info.config,
+    )
+    encoder_hash = encoder.hash()
+    write_onnx(
+        trace_images(encoder),
+        folder / ENCODER,
+        ["images"],
+        encoder_outputs,
+        {METADATA_KEY: encoder_info.to_json(), SHARED_ENCODER_KEY: encoder_hash},
+    )
     with torch.no_grad():
         *maps, sizes = encoder(example_images())
     features = dict(zip(encoder.names, maps, strict=True))
     for name, head in heads.items():
-        inputs = [features[read] for read in head.names]
+        inputs = [features[feature_name] for feature_name in head.names]
         # The exporter infers how the sizes of feature maps with different strides are related.
-        shapes = [dict.fromkeys((0, 2, 3) if x.ndim == 4 else (0,), Dim.AUTO) for x in inputs]
-        program = trace(head, (inputs, sizes), (shapes, None))
-        path = folder / f"{HEAD_PREFIX}{name}.onnx"
-        metadata = {METADATA_KEY: head.info.to_json(), **shared}
-        write_onnx(program, path, [*head.names, SIZES], head.info.outputs, metadata)
+        variable_shapes = []
+        for x in inputs:
+            variable_axes = (0, 2, 3) if x.ndim == 4 else (0,)  # feature maps, or tokens
+            variable_shapes.append(dict.fromkeys(variable_axes, Dim.AUTO))
+        program = trace(head, (inputs, sizes), (variable_shapes, None))
+        write_onnx(
+            program,
+            folder / f"{HEAD_PREFIX}{name}.onnx",
+            [*head.names, SIZES],
+            head.info.outputs,
+            {METADATA_KEY: head.info.to_json(), SHARED_ENCODER_KEY: encoder_hash},
+        )

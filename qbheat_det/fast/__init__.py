@@ -2,9 +2,10 @@
 """Fast forms of layers, for training or for inference.
 
 ``layers`` and ``modeling`` compute what the papers write. A fast form is a subclass of such a layer
-that gives the same results, up to rounding, in less time. ``optimize`` puts the fast forms of a use
-into a model. A form is kept only if it saves at least 10 % of a job that users run
-(docs/performance.md). Exported files need none: runtimes optimize the plain graph.
+that gives the same results, up to rounding, in less time. ``optimize`` replaces the layers of a
+model by the fast forms for training or for prediction. A form is kept only if it saves at least
+10 % of the time of a job that users run (docs/performance.md). Exported files use no fast forms,
+because runtimes optimize the plain graph.
 """
 
 from .folding import fold_batch_norms

@@ -1,11 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Depthwise convolutions that train without the slow kernels of oneDNN.
 
-On CPUs, oneDNN lacks fast kernels in two cases (docs/performance.md): the gradient of weights with
-more than three columns, and in bfloat16 the gradient of the input of a convolution with a stride.
+On CPUs, oneDNN lacks fast kernels for two gradients (docs/performance.md): the gradient of weights
+with more than three columns, and in bfloat16 the gradient of the input if the stride is above 1.
 """
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from detectron2.layers import Conv2d
@@ -18,16 +18,18 @@ from qbheat_det.modeling.backbone.timm_backbone import TraceableConv2dSame
 
 from .form import FastForm
 
-_MAX_COLUMNS = 3  # of a weight whose gradient has a fast kernel
+_MAX_COLUMNS = 3  # only weights with at most 3 columns have a fast kernel for their gradient
 
 Pair = tuple[int, int]
 
 
 class _Depthwise(FastForm):
+    """Base of the fast forms of depthwise convolutions."""
+
     @classmethod
     def is_faster_for(cls, layer: nn.Module) -> bool:
         assert isinstance(layer, nn.Conv2d)
-        is_depthwise = 1 < layer.groups == layer.in_channels
+        is_depthwise = layer.groups > 1 and layer.groups == layer.in_channels
         is_slow = max(layer.stride) > 1 or layer.kernel_size[1] > _MAX_COLUMNS
         has_zeros = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
         return is_depthwise and is_slow and has_zeros
@@ -60,86 +62,137 @@ class DepthwiseConv2dSame(_Depthwise, TraceableConv2dSame):
     def forward(self, x: Tensor) -> Tensor:
         """Takes a feature map (N, C, H, W) and returns a feature map (N, C', H', W')."""
         x = pad_same(x, self.kernel_size, self.stride, self.dilation)
-        return convolve_depthwise(self, x, (0, 0))
+        return convolve_depthwise(self, x, padding=(0, 0))  # x is padded already
 
 
 def convolve_depthwise(layer: nn.Conv2d, x: Tensor, padding: Pair) -> Tensor:
-    """Convolves a map (N, C, H, W) with the weights of ``layer``, and ``padding`` in its place."""
+    """Convolves a map (N, C, H, W) with the weights and bias of ``layer``.
+
+    ``padding`` (rows, columns) is used instead of the layer's own padding.
+    """
     weight = layer.weight
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         x = x.to(dtype)
         weight = weight.to(dtype)
     y = _Convolution.apply(x, weight, layer.stride, padding, layer.dilation, layer.groups)
-    return y if layer.bias is None else y + layer.bias[:, None, None].to(y.dtype)
+    if layer.bias is None:
+        return y
+    return y + layer.bias[:, None, None].to(y.dtype)
+
+
+class _Settings(NamedTuple):
+    """Arguments of a convolution. Pairs are for rows and columns."""
+
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+    groups: int
 
 
 class _Convolution(torch.autograd.Function):
+    """``conv2d`` without bias, whose backward pass avoids the slow kernels."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, *places: Any) -> Tensor:
-        """``places`` are stride, padding, dilation and groups, as in ``conv2d``."""
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        stride: Pair,
+        padding: Pair,
+        dilation: Pair,
+        groups: int,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.places = places
-        return F.conv2d(x, weight, None, *places)
+        ctx.settings = _Settings(stride, padding, dilation, groups)
+        return F.conv2d(x, weight, None, stride, padding, dilation, groups)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        of_x: Tensor | None = None
-        if needs_x:
-            of_x = _gradient_of_input(gradient, x, weight, *ctx.places)
-        of_weight: Tensor | None = None
-        if needs_weight:
-            of_weight = _gradient_of_weight(gradient, x, weight, *ctx.places)
-        return of_x, of_weight, *(None for _ in ctx.places)
+        needs_grad_x, needs_grad_weight, *_ = ctx.needs_input_grad
+        grad_x: Tensor | None = None
+        if needs_grad_x:
+            grad_x = _input_gradient(grad_output, x, weight, ctx.settings)
+        grad_weight: Tensor | None = None
+        if needs_grad_weight:
+            grad_weight = _weight_gradient(grad_output, x, weight, ctx.settings)
+        # Stride, padding, dilation and groups have no gradient.
+        return grad_x, grad_weight, None, None, None, None
 
 
-def _gradient_of_input(
-    gradient: Tensor, x: Tensor, weight: Tensor, stride: Pair, *places: Any
-) -> Tensor:
+def _input_gradient(grad_output: Tensor, x: Tensor, weight: Tensor, settings: _Settings) -> Tensor:
+    """Returns the gradient of the input ``x`` (N, C, H, W)."""
     dtype = x.dtype
-    if max(stride) > 1:  # slow in bfloat16
+    if max(settings.stride) > 1:
+        # With a stride, the kernel for bfloat16 is slow. Other dtypes stay as they are.
         dtype = torch.promote_types(x.dtype, torch.float32)
-    of_x, _, _ = torch.ops.aten.convolution_backward(
-        *(gradient.to(dtype), x.to(dtype), weight.to(dtype)),
-        *_arguments(stride, *places),
-        (True, False, False),
+    grad_x, _ = _convolution_backward(
+        grad_output.to(dtype), x.to(dtype), weight.to(dtype), settings, needs_grad_x=True
     )
-    return cast(Tensor, of_x).to(x.dtype)
+    return cast(Tensor, grad_x).to(x.dtype)
 
 
-def _gradient_of_weight(
-    gradient: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, *places: Any
-) -> Tensor:
-    """Computes the gradient of ``_MAX_COLUMNS`` columns at a time."""
+def _weight_gradient(grad_output: Tensor, x: Tensor, weight: Tensor, settings: _Settings) -> Tensor:
+    """Returns the gradient of ``weight`` (C', 1, rows, columns).
+
+    A weight with more than ``_MAX_COLUMNS`` columns is split into narrow weights, because only
+    these have a fast kernel. The gradient of a narrow weight is computed from the columns of ``x``
+    that it reads.
+    """
     if weight.shape[3] <= _MAX_COLUMNS:
-        return _gradient_of_columns(gradient, x, weight, stride, padding, *places)
-    (_, dilation), _ = places
-    gradients = []
-    first = -padding[1]  # the column of ``x`` that the next column of ``weight`` reads first
-    for columns in weight.split(_MAX_COLUMNS, dim=3):
-        count = 1 + (gradient.shape[3] - 1) * stride[1] + (columns.shape[3] - 1) * dilation
-        read = F.pad(x, (-first, first + count - x.shape[3]))
-        padding_of_rows = (padding[0], 0)
-        gradients.append(
-            _gradient_of_columns(gradient, read, columns, stride, padding_of_rows, *places)
+        _, grad_weight = _convolution_backward(
+            grad_output, x, weight, settings, needs_grad_weight=True
         )
-        first += columns.shape[3] * dilation
+        return cast(Tensor, grad_weight)
+    row_padding, column_padding = settings.padding
+    column_stride = settings.stride[1]
+    column_dilation = settings.dilation[1]
+    output_width = grad_output.shape[3]
+    settings_of_narrow = settings._replace(padding=(row_padding, 0))
+    gradients = []
+    # The first column of ``x`` that a narrow weight reads. It is negative in the padding.
+    first_column = -column_padding
+    for narrow_weight in weight.split(_MAX_COLUMNS, dim=3):
+        num_columns = narrow_weight.shape[3]
+        # The number of columns of ``x`` that the narrow weight reads for all outputs.
+        width = 1 + (output_width - 1) * column_stride + (num_columns - 1) * column_dilation
+        left = -first_column  # F.pad crops if a number is negative
+        right = first_column + width - x.shape[3]
+        _, gradient = _convolution_backward(
+            grad_output,
+            F.pad(x, (left, right)),
+            narrow_weight,
+            settings_of_narrow,
+            needs_grad_weight=True,
+        )
+        gradients.append(cast(Tensor, gradient))
+        first_column += num_columns * column_dilation
     return torch.cat(gradients, dim=3)
 
 
-def _gradient_of_columns(gradient: Tensor, x: Tensor, weight: Tensor, *places: Any) -> Tensor:
-    _, of_weight, _ = torch.ops.aten.convolution_backward(
-        gradient, x, weight, *_arguments(*places), (False, True, False)
+def _convolution_backward(
+    grad_output: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    settings: _Settings,
+    *,
+    needs_grad_x: bool = False,
+    needs_grad_weight: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns PyTorch's gradients of ``x`` and ``weight``. Those not asked for are None."""
+    grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
+        grad_output,
+        x,
+        weight,
+        bias_sizes=None,
+        stride=settings.stride,
+        padding=settings.padding,
+        dilation=settings.dilation,
+        transposed=False,
+        output_padding=(0, 0),
+        groups=settings.groups,
+        output_mask=(needs_grad_x, needs_grad_weight, False),
     )
-    return cast(Tensor, of_weight)
-
-
-def _arguments(stride: Pair, padding: Pair, dilation: Pair, groups: int) -> tuple[Any, ...]:
-    """Returns those arguments of ``convolution_backward`` that follow the tensors."""
-    has_no_bias = None
-    is_transposed = False
-    output_padding = (0, 0)
-    return has_no_bias, stride, padding, dilation, is_transposed, output_padding, groups
+    return grad_x, grad_weight

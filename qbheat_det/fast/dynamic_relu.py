@@ -1,9 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Dynamic ReLU in fewer passes over the feature map.
 
-With the slopes sorted, max(a1 x, a2 x) is low x + (high - low) relu(x). The plain formula stores
-three feature maps for the backward pass. This one stores only x, and needs one buffer: on CPUs,
-allocating a large tensor takes longer than the arithmetic.
+If low and high are the smaller and the larger slope, then max(a1 x, a2 x) equals
+low x + (high - low) relu(x). The plain formula stores three feature maps for the backward pass.
+This formula stores only x and allocates one feature map. On CPUs, allocating a large tensor takes
+longer than the arithmetic.
 """
 
 from typing import Any
@@ -23,14 +24,15 @@ class TwoSlopeReLU(FastForm, DynamicReLU):
     """``DynamicReLU`` for training and inference."""
 
     def forward(self, x: Tensor, token: Tensor) -> Tensor:
-        """See ``DynamicReLU.forward``."""
+        """Takes a feature map (N, C, H, W) and a token (N, D). Returns (N, C, H, W)."""
         theta = self.theta(token)
-        if x.dtype != theta.dtype:  # autocast, in which only the linear layers are in bfloat16
-            low, high = sort_slopes(theta)
-            return torch.maximum(low * x, high * x)
-        if torch.is_grad_enabled():
+        is_autocast = x.dtype != theta.dtype  # only the linear layers are in bfloat16
+        if torch.is_grad_enabled() and not is_autocast:
             return _TwoSlopes.apply(x, theta)
-        return _bend(x, *sort_slopes(theta))
+        low, high = sort_slopes(theta)
+        if is_autocast:
+            return torch.maximum(low * x, high * x)
+        return _apply_slopes(x, low, high)
 
 
 def sort_slopes(theta: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,27 +45,36 @@ class _TwoSlopes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, theta: Tensor) -> Tensor:
         ctx.save_for_backward(x, theta)
-        return _bend(x, *sort_slopes(theta))
+        low, high = sort_slopes(theta)
+        return _apply_slopes(x, low, high)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         x, theta = ctx.saved_tensors
         low, high = sort_slopes(theta)
-        above = torch.ops.aten.threshold_backward(gradient, x, 0)  # where x > 0
-        of_high = (above * x).sum(dim=(2, 3))
-        of_low = (gradient * x).sum(dim=(2, 3)) - of_high
-        of_theta = torch.cat([of_high, of_low], dim=1)
-        positive, negative = theta.chunk(2, dim=1)
-        is_swapped = 2 * positive < 2 * negative - 1  # the first slope is the smaller
+        # The gradient where x > 0, and 0 elsewhere.
+        grad_above = torch.ops.aten.threshold_backward(grad_output, x, 0)  # (N, C, H, W)
+        # The larger slope applies where x > 0, and the smaller slope elsewhere.
+        grad_high = (grad_above * x).sum(dim=(2, 3))  # (N, C)
+        grad_low = (grad_output * x).sum(dim=(2, 3)) - grad_high
+        # Usually, a1 is the larger slope.
+        grad_slopes = torch.cat([grad_high, grad_low], dim=1)  # (N, 2 C), for a1 and a2
+        a1, a2 = to_slopes(theta)
+        is_swapped = (a1 < a2)[:, :, 0, 0]  # (N, C)
         if x.device.type != "cpu" or is_swapped.any():  # any() would synchronize with a GPU
-            swapped = torch.cat([of_low, of_high], dim=1)
-            of_theta = torch.where(torch.cat([is_swapped, is_swapped], dim=1), swapped, of_theta)
-        of_x = _add_product(above.mul_(high - low), gradient, low)
-        return of_x, 2 * of_theta
+            swapped = torch.cat([grad_low, grad_high], dim=1)
+            is_swapped = torch.cat([is_swapped, is_swapped], dim=1)
+            grad_slopes = torch.where(is_swapped, swapped, grad_slopes)
+        # Both slopes have the derivative 2 with respect to theta.
+        grad_theta = 2 * grad_slopes
+        # high where x > 0, low elsewhere
+        grad_x = _add_product(grad_above.mul_(high - low), grad_output, low)
+        return grad_x, grad_theta
 
 
-def _bend(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+def _apply_slopes(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Computes (high - low) relu(x) + low x."""
     return _add_product(F.relu(x).mul_(high - low), x, low)
 
 

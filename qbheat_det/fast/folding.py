@@ -16,41 +16,42 @@ def fold_batch_norms(model: nn.Module) -> tuple[int, int]:
     """Folds, in place, each BatchNorm that directly follows a convolution.
 
     The BatchNorm is the ``norm`` of a Detectron2 convolution, or the module after a convolution in
-    an ``nn.Sequential`` if both modules are used only once in the model. Returns the number of
-    norms that are folded, and the number of those that are not.
+    an ``nn.Sequential``. In an ``nn.Sequential``, both modules must be used only once in the model.
+    Returns the number of BatchNorms that were folded, and the number of those that were not.
     """
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-    folded = 0
+    num_folded = 0
     for module in list(model.modules()):
         if isinstance(module, Conv2d) and _can_fold(module, module.norm):
             _fold(module, module.norm)
             module.norm = None
-            folded += 1
+            num_folded += 1
         elif type(module) is nn.Sequential:
             for index in range(len(module) - 1):
                 convolution = module[index]
                 norm = module[index + 1]
-                unshared = uses[id(convolution)] == uses[id(norm)] == 1
-                # The norm or activation of a Detectron2 convolution would come before ``norm``.
-                is_bare = not isinstance(convolution, Conv2d) or (
-                    convolution.norm is convolution.activation is None
+                is_shared = uses[id(convolution)] > 1 or uses[id(norm)] > 1
+                # A Detectron2 convolution may apply its own norm or activation before ``norm``.
+                is_plain = not isinstance(convolution, Conv2d) or (
+                    convolution.norm is None and convolution.activation is None
                 )
-                if unshared and is_bare and _can_fold(convolution, norm):
+                if is_plain and not is_shared and _can_fold(convolution, norm):
                     _fold(convolution, norm)
                     module[index + 1] = nn.Identity()
-                    folded += 1
-    return folded, sum(type(module) in _NORMS for module in model.modules())
+                    num_folded += 1
+    num_left = sum(type(module) in _NORMS for module in model.modules())
+    return num_folded, num_left
 
 
 def _can_fold(convolution: nn.Module, norm: object) -> bool:
-    return (
-        type(convolution) in (nn.Conv2d, Conv2d)
-        and type(norm) in _NORMS
-        and getattr(norm, "running_var", None) is not None
-    )
+    is_convolution = type(convolution) in (nn.Conv2d, Conv2d)
+    is_batch_norm = type(norm) in _NORMS
+    has_statistics = getattr(norm, "running_var", None) is not None
+    return is_convolution and is_batch_norm and has_statistics
 
 
 def _fold(convolution: Any, norm: Any) -> None:
+    """Multiplies the scale of ``norm`` into the convolution's weight, and adds its offset."""
     convolution.weight, convolution.bias = fuse_conv_bn_weights(
         convolution.weight,
         convolution.bias,

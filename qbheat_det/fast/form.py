@@ -7,16 +7,19 @@ from torch import nn
 
 
 class FastForm:
-    """Base of a subclass of a layer that computes the same, up to rounding, in less time."""
+    """Base of fast forms: subclasses of a layer that compute the same in less time.
+
+    Results are equal up to rounding.
+    """
 
     @classmethod
     def is_faster_for(cls, layer: nn.Module) -> bool:
-        """Whether the form computes this ``layer`` in less time on this machine."""
+        """Returns whether this form is faster than ``layer`` on this machine."""
         return True
 
     @classmethod
     def of(cls, layer: nn.Module) -> nn.Module:
-        """Returns the fast form of ``layer``: same settings, parameters, buffers and children."""
-        form = cls.__new__(cls)
+        """Returns the fast form of ``layer``, which shares its parameters, buffers and children."""
+        form = cls.__new__(cls)  # without __init__, which would allocate new parameters
         vars(form).update(vars(layer))
         return cast(nn.Module, form)

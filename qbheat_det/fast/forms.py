@@ -51,22 +51,24 @@ FORMS: Mapping[Form, Mapping[type[nn.Module], type[FastForm]]] = {
         nn.Linear: ConvolvedLinear,
     },
 }
-"""The fast form of each layer, by the use of the model. Only these exact types are replaced."""
+"""The fast form of each type of layer, by the use of the model. Subclasses are not replaced."""
 
 
 def optimize(model: nn.Module, form: Form) -> None:
     """Replaces, in place, the layers inside a model that have a faster form on this machine.
 
-    The replacements have the same names, parameters and results up to rounding.
+    Names and parameters do not change. Results are equal up to rounding.
     """
-    replacements = FORMS[form]
-    fast_layers: dict[nn.Module, Any] = {}  # a layer may be used in several places
+    fast_forms = FORMS[form]
+    fast_layers: dict[nn.Module, Any] = {}  # a layer that is used twice gets one fast form
     for name, layer in list(model.named_modules(remove_duplicate=False)):
-        replacement = replacements.get(type(layer))
-        if not name or replacement is None or not replacement.is_faster_for(layer):
+        if not name:  # the model itself
+            continue
+        fast_form = fast_forms.get(type(layer))
+        if fast_form is None or not fast_form.is_faster_for(layer):
             continue
         if layer not in fast_layers:
-            fast_layers[layer] = replacement.of(layer)
+            fast_layers[layer] = fast_form.of(layer)
         model.set_submodule(name, fast_layers[layer])
 
 

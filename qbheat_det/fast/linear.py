@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Linear layers as 1x1 convolutions, on AVX-512 processors of other vendors than Intel.
+"""Linear layers as 1x1 convolutions, on processors with AVX-512 that are not from Intel.
 
 There, MKL's matrix product is only half as fast as oneDNN's convolution (docs/performance.md).
 """
@@ -38,8 +38,9 @@ class ConvolvedMapAttention(FastForm, MapAttention):
         return prefers_convolutions()
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``MapAttention.project``."""
-        assert self.in_proj_weight is not None, "keys and values are as wide as the queries"
+        """Projects queries (N, Q, C), keys (N, L, C) and values (N, L, C), and splits the heads."""
+        # PyTorch sets it to None only if keys or values are not as wide as the queries.
+        assert self.in_proj_weight is not None
         weights = self.in_proj_weight.chunk(3)
         biases = self.in_proj_bias.chunk(3)
         query = convolve_rows(query, weights[0], biases[0])
@@ -53,22 +54,28 @@ def convolve_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     Takes features (..., C) and a weight (C', C). Returns features (..., C').
     """
-    is_float = x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    channels = x.shape[-1]
+    is_float32 = x.dtype == torch.float32 and weight.dtype == torch.float32
+    is_autocast = torch.is_autocast_enabled("cpu")
     # With one thread, PyTorch does not use oneDNN for 1x1 convolutions.
-    is_fast = x.device.type == "cpu" and torch.get_num_threads() > 1
-    has_rows = x.numel() >= _MIN_ROWS * x.shape[-1] > 0
-    if not (is_float and is_fast and has_rows):
+    uses_onednn = x.device.type == "cpu" and torch.get_num_threads() > 1
+    has_enough_rows = channels > 0 and x.numel() >= _MIN_ROWS * channels
+    if is_autocast or not (is_float32 and uses_onednn and has_enough_rows):
         return F.linear(x, weight, bias)
-    image = x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (1, C, rows, 1)
-    y = F.conv2d(image, weight[:, :, None, None], bias)
+    image = x.reshape(1, -1, 1, channels).permute(0, 3, 1, 2)  # (1, C, rows, 1)
+    y = F.conv2d(image, weight[:, :, None, None], bias)  # (1, C', rows, 1)
     return y.permute(0, 2, 3, 1).reshape(*x.shape[:-1], len(weight))
 
 
 @functools.cache
 def prefers_convolutions() -> bool:
-    """Whether 1x1 convolutions are faster than matrix products on this machine."""
-    # The answer is looked up, not timed, so that all runs on one machine give the same results.
+    """Returns whether 1x1 convolutions are faster than matrix products on this machine.
+
+    The answer depends on the type of the processor. It is not measured, so that all runs on one
+    machine give the same results.
+    """
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     is_intel_or_unknown = read_cpu_field("vendor_id") in ("", "GenuineIntel")
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and not is_intel_or_unknown
+    return has_avx512 and not is_intel_or_unknown

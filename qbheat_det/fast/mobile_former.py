@@ -1,15 +1,17 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Blocks of Mobile-Former and MF-DETR for one image, with fewer passes over wide feature maps.
 
-* A dynamic ReLU, max(low x, high x), is a PReLU times the larger slope. The PReLU is one pass over
-  the feature map. The larger slope, one number per channel, is multiplied into the weights of the
-  next convolution.
+* A dynamic ReLU computes max(low x, high x), where low and high are the smaller and the larger
+  slope. This equals high times a PReLU of slope low / high. The PReLU is one pass over the feature
+  map. The factor high, one number per channel, is multiplied into the weights of the next
+  convolution.
 * In oneDNN, depthwise convolutions are fast with one output per input channel, and slow with
-  several. So one convolution computes the first output of every input channel, another one computes
-  the second output, and so on. The next convolution reads the channels in this order.
+  several. Therefore a depthwise convolution with k outputs per input channel is split into k
+  convolutions: the first computes the first output of every input channel, and so on. The
+  concatenated outputs are in another order, so the weights of the next convolution are reordered.
 
-A block does so for one unpadded image without gradients. Otherwise it computes as the plain block.
-It is not used in exported files, where it saves only 3 to 4 %.
+A block uses this for one unpadded image without gradients. Otherwise it computes as the plain
+block. Exported files do not use these blocks, because there they save only 3 to 4 %.
 """
 
 import torch
@@ -30,21 +32,23 @@ class FusedMobile(FastForm, Mobile):
     """``Mobile`` for inference."""
 
     def forward(self, x: Tensor, token: Tensor, padding: Tensor | None = None) -> Tensor:
-        """See ``Mobile.forward``."""
+        """Takes a feature map (N, C, H, W) and a token (N, D). Returns a map (N, C', H, W)."""
         if padding is not None or not _is_one_image(x, self.expand):
             return super().forward(x, token, padding)
         hidden, factor = scaled_prelu(self.expand_act, self.expand(x), token)
         hidden = convolve(self.depthwise, hidden, factor)
         hidden, factor = scaled_prelu(self.depthwise_act, hidden, token)
         out = convolve(self.reduce, hidden, factor)
-        return out.add_(x) if self.has_identity else out
+        if self.has_identity:
+            out.add_(x)
+        return out
 
 
 class FusedDownMobile(FastForm, DownMobile):
     """``DownMobile`` for inference."""
 
     def forward(self, x: Tensor, token: Tensor, padding: Tensor | None = None) -> Tensor:
-        """See ``DownMobile.forward``."""
+        """Takes a map (N, C, H, W) and a token (N, D). Returns a map of half the resolution."""
         if padding is not None or not _is_one_image(x, self.down):
             return super().forward(x, token, padding)
         hidden, factor = scaled_prelu(self.down_act, self.down(x), token)
@@ -54,7 +58,10 @@ class FusedDownMobile(FastForm, DownMobile):
 
 
 class FusedLiteBottleneck(FastForm, LiteBottleneck):
-    """``LiteBottleneck`` for inference, if its norms are folded and it adds its input."""
+    """``LiteBottleneck`` for inference.
+
+    Used only if the norms are folded, and the output has the shape of the input.
+    """
 
     @classmethod
     def is_faster_for(cls, layer: nn.Module) -> bool:
@@ -64,29 +71,35 @@ class FusedLiteBottleneck(FastForm, LiteBottleneck):
     def forward(
         self, x: Tensor, tokens: Tensor, padding: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See ``LiteBottleneck.forward``."""
+        """Takes a map (N, C, H, W) and tokens (N, M, D). Returns a map (N, C, H, W) and tokens."""
         if padding is not None or not _is_one_image(x, self.depthwise):
             return super().forward(x, tokens, padding)
-        order = turns(self.depthwise)
-        # Each ReLU6 writes directly to its channels of one channels-last tensor.
+        channels = x.shape[1]
+        order = split_order(self.depthwise)  # (C k,)
+        # The outputs of all parts, in channels-last format. Each ReLU6 writes its part directly.
         hidden = x.new_empty(len(x), *x.shape[2:], len(order)).permute(0, 3, 1, 2)
-        parts = hidden.split(x.shape[1], dim=1)
-        for rows, part in zip(order.split(x.shape[1]), parts, strict=True):
-            torch.clamp(convolve_turn(self.depthwise, x, rows), 0, 6, out=part)
-        return convolve(self.pointwise, hidden, order=order).add_(x), tokens
+        hidden_parts = hidden.split(channels, dim=1)
+        for outputs, hidden_part in zip(order.split(channels), hidden_parts, strict=True):
+            convolved = convolve_outputs(self.depthwise, x, outputs)
+            torch.clamp(convolved, 0, 6, out=hidden_part)
+        out = convolve(self.pointwise, hidden, order=order)
+        return out.add_(x), tokens
 
 
 class FusedLiteMobile(FastForm, LiteMobile):
     """``LiteMobile``, the feature map layer of MF-DETR's M-F- blocks, for inference."""
 
     def forward(self, level: LevelMap, queries: Tensor) -> Tensor:
-        """See ``LiteMobile.forward``."""
+        """Returns the updated feature map (N, HW, C). ``queries`` are (N, Q, C)."""
         if level.padding is not None or not _is_one_image(level.x, self.depthwise):
             return super().forward(level, queries)
-        image = level.as_image(level.x)
-        order = turns(self.depthwise)
-        parts = [convolve_turn(self.depthwise, image, rows) for rows in order.split(image.shape[1])]
-        hidden = torch.cat(parts, dim=1)
+        image = level.as_image(level.x)  # (1, C, H, W)
+        channels = image.shape[1]
+        order = split_order(self.depthwise)  # (C k,)
+        parts = []
+        for outputs in order.split(channels):
+            parts.append(convolve_outputs(self.depthwise, image, outputs))
+        hidden = torch.cat(parts, dim=1)  # (1, C k, H, W)
         hidden, factor = scaled_prelu(self.act, hidden, queries[:, 0], order)
         out = convolve(self.pointwise, hidden, factor, order)
         return level.x + out.flatten(2).transpose(1, 2)
@@ -101,7 +114,9 @@ def scaled_prelu(
     (C,). If ``order`` (C,) is given, channel ``i`` of ``x`` uses the slopes of channel
     ``order[i]``.
     """
-    low, high = (slope.flatten() for slope in sort_slopes(act.theta(token)))
+    low, high = sort_slopes(act.theta(token))  # (1, C, 1, 1) each
+    low = low.flatten()
+    high = high.flatten()
     if order is not None:
         low = low[order]
         high = high[order]
@@ -109,21 +124,35 @@ def scaled_prelu(
     return F.prelu(x, low / factor), factor
 
 
-def turns(depthwise: Conv2d) -> Tensor:
-    """Returns the output channels (C k,): the first of every input channel, then the second, …"""
-    channels = torch.arange(depthwise.out_channels, device=depthwise.weight.device)
-    return channels.view(depthwise.groups, -1).t().flatten()
+def split_order(depthwise: Conv2d) -> Tensor:
+    """Returns the order (C k,) in which a split depthwise convolution computes its outputs.
 
-
-def convolve_turn(depthwise: Conv2d, x: Tensor, rows: Tensor) -> Tensor:
-    """Computes one output channel per input channel of a depthwise convolution without norm.
-
-    Takes a map (1, C, H, W) and the output channels ``rows`` (C,). Returns a map (1, C, H', W').
+    The convolution has k outputs for each of C input channels. The order begins with the first
+    output of every input channel, followed by the second output of every input channel, and so on.
     """
-    weight = depthwise.weight[rows]
-    bias = None if depthwise.bias is None else depthwise.bias[rows]
+    channels = torch.arange(depthwise.out_channels, device=depthwise.weight.device)
+    by_input = channels.view(depthwise.groups, -1)  # (C, k)
+    return by_input.t().flatten()
+
+
+def convolve_outputs(depthwise: Conv2d, x: Tensor, outputs: Tensor) -> Tensor:
+    """Computes one output per input channel of a depthwise convolution without norm.
+
+    Takes a map (1, C, H, W) and the indices (C,) of the output channels. Returns a map
+    (1, C, H', W').
+    """
+    weight = depthwise.weight[outputs]
+    bias = None
+    if depthwise.bias is not None:
+        bias = depthwise.bias[outputs]
     return F.conv2d(
-        x, weight, bias, depthwise.stride, depthwise.padding, depthwise.dilation, len(rows)
+        x,
+        weight,
+        bias,
+        depthwise.stride,
+        depthwise.padding,
+        depthwise.dilation,
+        groups=len(outputs),
     )
 
 
@@ -138,9 +167,10 @@ def convolve(
     weight = convolution.weight
     if order is not None:
         weight = weight[:, order]
-    if factor is not None:
-        is_pointwise = convolution.groups == 1
-        weight = weight * (factor[:, None, None] if is_pointwise else factor[:, None, None, None])
+    if factor is not None and convolution.groups == 1:
+        weight = weight * factor[:, None, None]  # pointwise: (C', C, 1, 1)
+    elif factor is not None:
+        weight = weight * factor[:, None, None, None]  # depthwise: (C, 1, 3, 3)
     y = F.conv2d(
         x,
         weight,
@@ -150,10 +180,13 @@ def convolve(
         convolution.dilation,
         convolution.groups,
     )
-    return y if convolution.norm is None else convolution.norm(y)
+    if convolution.norm is not None:
+        y = convolution.norm(y)
+    return y
 
 
 def _is_one_image(x: Tensor, convolution: Conv2d) -> bool:
-    """Whether ``x`` is a single image in inference, in the precision of the weights."""
-    is_one = len(x) == 1 and x.dtype == convolution.weight.dtype
-    return is_one and not torch.is_grad_enabled()
+    """Returns whether ``x`` is a single image without gradients, in the dtype of the weights."""
+    is_single = len(x) == 1
+    has_dtype_of_weights = x.dtype == convolution.weight.dtype
+    return is_single and has_dtype_of_weights and not torch.is_grad_enabled()

@@ -38,13 +38,18 @@ class DotProductAttention(nn.Module):
         Returns:
             The weighted values (N, Q, heads * d).
         """
-        is_read = None if masked is None else ~masked
-        attended = F.scaled_dot_product_attention(query, key, value, is_read, dropout)
+        may_attend = None if masked is None else ~masked
+        attended = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=may_attend, dropout_p=dropout
+        )  # (N, heads, Q, d)
         return attended.transpose(1, 2).flatten(2)
 
 
 class MapAttention(nn.MultiheadAttention):
-    """``torch.nn.MultiheadAttention`` for inputs (N, length, C), which calls its ``attend``."""
+    """``torch.nn.MultiheadAttention`` for inputs (N, length, C).
+
+    The child ``attend`` computes the attention between the projected queries, keys and values.
+    """
 
     def __init__(self, *, dim: int, num_heads: int, dropout: float = 0.0) -> None:
         """Takes the width C, divisible by ``num_heads``, and the dropout rate of the weights."""
@@ -59,7 +64,7 @@ class MapAttention(nn.MultiheadAttention):
         value: Tensor,
         key_padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Takes queries (N, Q, C), keys and values (N, L, C). Returns (N, Q, C).
+        """Takes queries (N, Q, C), keys (N, L, C) and values (N, L, C). Returns (N, Q, C).
 
         ``key_padding_mask`` (N, L) is True at keys that all queries ignore.
         """
@@ -70,17 +75,20 @@ class MapAttention(nn.MultiheadAttention):
             for watch in self.watchers:
                 watch(cast(Tensor, weights))
             return output
-        masked = None if key_padding_mask is None else key_padding_mask[:, None, None]
+        masked = None
+        if key_padding_mask is not None:
+            masked = key_padding_mask[:, None, None]  # (N, 1, 1, L)
         dropout = self.dropout if self.training else 0.0
-        attended = self.attend(*self.project(query, key, value), masked=masked, dropout=dropout)
-        return self.out_proj(attended)
+        query, key, value = self.project(query, key, value)
+        return self.out_proj(self.attend(query, key, value, masked=masked, dropout=dropout))
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Projects queries (N, Q, C), keys and values (N, L, C), and splits them into heads.
+        """Projects queries (N, Q, C), keys (N, L, C) and values (N, L, C), and splits the heads.
 
-        Returns queries (N, heads, Q, C / heads), keys and values (N, heads, L, C / heads).
+        Returns queries (N, heads, Q, C / heads). Keys and values are (N, heads, L, C / heads).
         """
-        assert self.in_proj_weight is not None, "keys and values are as wide as the queries"
+        # PyTorch sets it to None only if keys or values are not as wide as the queries.
+        assert self.in_proj_weight is not None
         weights = self.in_proj_weight.chunk(3)
         biases = self.in_proj_bias.chunk(3)
         query = F.linear(query, weights[0], biases[0])
@@ -94,11 +102,15 @@ class MapAttention(nn.MultiheadAttention):
 
 
 AttentionRecord = dict[str, list[Tensor]]
-"""Detached attention weights by layer name, one tensor per call of the layer.
+"""Attention weights by layer name, without gradients: one tensor for each call of the layer.
 
-``MobileToFormer``: (N, heads, M, H, W), which sum to 1 over pixels. ``FormerToMobile``: (N, heads,
-M, H, W), which sum to 1 over tokens. ``MapAttention``: (N, heads, queries, keys), which sum to 1
-over keys. The weights of masked keys are 0.
+The shape depends on the type of the layer:
+
+* ``MobileToFormer``: (N, heads, M, H, W). The weights of a token sum to 1 over pixels.
+* ``FormerToMobile``: (N, heads, M, H, W). The weights of a pixel sum to 1 over tokens.
+* ``MapAttention``: (N, heads, Q, L). The weights of a query sum to 1 over keys.
+
+The weights of masked keys are 0.
 """
 
 
@@ -108,19 +120,21 @@ def read_attention(
 ) -> Iterator[AttentionRecord]:
     """Records the attention weights of all layers of ``model``, or of the layers in ``names``.
 
-    While recording, outputs of ``MapAttention`` change by rounding errors. Outputs of all other
-    layers do not change. Contexts may be nested. In training, the weights of ``MapAttention`` are
-    recorded after dropout.
+    The record is filled when the model runs inside the ``with`` block. Such blocks may be nested.
+    While recording, outputs of ``MapAttention`` change by rounding errors, and outputs of all other
+    layers do not change. In training, the weights of ``MapAttention`` are recorded after dropout.
     """
     record: AttentionRecord = {}
-    with ExitStack() as undo:
+    with ExitStack() as stack:
         for name, module in model.named_modules():
-            watched = isinstance(module, MobileToFormer | FormerToMobile | MapAttention)
-            if watched and (names is None or name in names):
+            has_attention = isinstance(module, MobileToFormer | FormerToMobile | MapAttention)
+            if not has_attention or (names is not None and name not in names):
+                continue
 
-                def watch(weights: Tensor, name: str = name) -> None:
-                    record.setdefault(name, []).append(weights.detach())
+            # The default value keeps the name of this iteration.
+            def watch(weights: Tensor, name: str = name) -> None:
+                record.setdefault(name, []).append(weights.detach())
 
-                module.watchers.append(watch)
-                undo.callback(module.watchers.remove, watch)
+            module.watchers.append(watch)
+            stack.callback(module.watchers.remove, watch)
         yield record

@@ -12,7 +12,10 @@ from torch.nn import functional as F
 
 
 class DynamicReLU(nn.Module):
-    """Computes max(a1 * x, a2 * x). Per channel, a token determines a1 in [0, 2], a2 in [-1, 1]."""
+    """Computes max(a1 * x, a2 * x), with slopes a1 in [0, 2] and a2 in [-1, 1] for each channel.
+
+    A token of the image determines the slopes.
+    """
 
     def __init__(self, *, token_dim: int, channels: int) -> None:
         """Takes the token's width D, divisible by 4, and the channels C of the feature map."""
@@ -22,7 +25,7 @@ class DynamicReLU(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initializes weights near zero, so that slopes are near 1 and 0, as in a plain ReLU."""
+        """Initializes weights near zero, so that a1 is near 1 and a2 near 0, as in a plain ReLU."""
         for layer in (self.squeeze, self.slopes):
             nn.init.normal_(layer.weight, std=0.01)
             nn.init.zeros_(layer.bias)
@@ -33,11 +36,16 @@ class DynamicReLU(nn.Module):
         return torch.maximum(a1 * x, a2 * x)
 
     def theta(self, token: Tensor) -> Tensor:
-        """Takes a token (N, D). Returns theta (N, 2 C) in [0, 1], which ``to_slopes`` scales."""
+        """Takes a token (N, D). Returns theta (N, 2 C) in [0, 1], from which slopes are computed.
+
+        The first C columns are for a1, and the last C for a2. ``to_slopes`` scales them.
+        """
         return F.hardsigmoid(self.slopes(F.relu(self.squeeze(token))))
 
 
 def to_slopes(theta: Tensor) -> tuple[Tensor, Tensor]:
     """Takes theta (N, 2 C) in [0, 1]. Returns a1 in [0, 2] and a2 in [-1, 1], (N, C, 1, 1) each."""
-    positive, negative = theta[:, :, None, None].chunk(2, dim=1)
-    return 2 * positive, 2 * negative - 1
+    first, second = theta[:, :, None, None].chunk(2, dim=1)
+    a1 = 2 * first
+    a2 = 2 * second - 1
+    return a1, a2

@@ -21,14 +21,17 @@ _BRIDGE_HEADS = 2
 """Attention heads of ``MobileToFormer`` and ``FormerToMobile``."""
 _FORMER_HEADS = 4
 Watcher = Callable[[Tensor], None]
-"""A callback of ``attention.read_attention``, which a layer calls with its attention weights."""
+"""A function that a layer calls with its attention weights, to record them."""
 
 
 class MobileToFormer(nn.Module):
-    """Bridge from feature map to tokens: tokens attend to pixels, which are not projected."""
+    """Bridge from feature map to tokens: tokens attend to pixels.
+
+    Keys and values are the pixels themselves, without a projection.
+    """
 
     def __init__(self, *, token_dim: int, channels: int) -> None:
-        """Takes the tokens' width D, and the map's channels C, an even number."""
+        """Takes the tokens' width D, and the feature map's channels C, an even number."""
         super().__init__()
         self.watchers: list[Watcher] = []
         self.query = nn.Linear(token_dim, channels)
@@ -39,26 +42,31 @@ class MobileToFormer(nn.Module):
     def forward(self, tokens: Tensor, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """Takes tokens (N, M, D) and a feature map (N, C, H, W). Returns updated tokens (N, M, D).
 
-        ``padding`` (N, 1, H, W) is True outside the images. Padded pixels get no weight.
+        ``padding`` (N, 1, H, W) is True outside the images. Tokens do not attend to these pixels.
         """
         query = _split_heads(self.query(tokens), _BRIDGE_HEADS)  # (N, heads, M, C / heads)
         pixels = _split_pixels(x)  # (N, heads, C / heads, HW)
         logits = (query * query.shape[-1] ** -0.5) @ pixels  # (N, heads, M, HW)
         if padding is not None:
-            logits = logits.masked_fill(padding.flatten(2)[:, :, None], float("-inf"))
+            masked = padding.flatten(2)[:, :, None]  # (N, 1, 1, HW)
+            logits = logits.masked_fill(masked, float("-inf"))
         attention = logits.softmax(dim=-1)
         for watch in self.watchers:
             watch(attention.unflatten(-1, x.shape[-2:]))
-        attended = (attention @ pixels.transpose(-2, -1)).transpose(1, 2).flatten(2)  # (N, M, C)
+        attended = attention @ pixels.transpose(-2, -1)  # (N, heads, M, C / heads)
+        attended = attended.transpose(1, 2).flatten(2)  # (N, M, C)
         gate = 2 * F.hardsigmoid(self.gate(tokens))
         return self.norm(tokens + self.project(gate * attended))
 
 
 class FormerToMobile(nn.Module):
-    """Bridge from tokens to feature map: pixels, which are not projected, attend to tokens."""
+    """Bridge from tokens to feature map: pixels attend to tokens.
+
+    Queries are the pixels themselves, without a projection.
+    """
 
     def __init__(self, *, token_dim: int, channels: int) -> None:
-        """Takes the tokens' width D, and the map's channels C, an even number."""
+        """Takes the tokens' width D, and the feature map's channels C, an even number."""
         super().__init__()
         self.watchers: list[Watcher] = []
         self.key = nn.Linear(token_dim, channels)
@@ -68,12 +76,14 @@ class FormerToMobile(nn.Module):
         """Takes a map (N, C, H, W) and tokens (N, M, D). Returns the updated map (N, C, H, W)."""
         key = _split_heads(self.key(tokens), _BRIDGE_HEADS)  # (N, heads, M, C / heads)
         value = _split_heads(self.value(tokens), _BRIDGE_HEADS)
-        # Tokens are the rows of the product, so that no copy of the feature map is needed.
+        # The product has tokens as rows, although pixels attend to tokens. With pixels as rows, the
+        # feature map would have to be transposed and copied.
         logits = (key * key.shape[-1] ** -0.5) @ _split_pixels(x)  # (N, heads, M, HW)
         attention = logits.softmax(dim=-2)
         for watch in self.watchers:
             watch(attention.unflatten(-1, x.shape[-2:]))
-        return x + (value.transpose(-2, -1) @ attention).view_as(x)
+        update = value.transpose(-2, -1) @ attention  # (N, heads, C / heads, HW)
+        return x + update.view_as(x)
 
 
 class Former(nn.Module):
@@ -121,15 +131,16 @@ def depthwise(in_channels: int, out_channels: int, norm: str, stride: int = 1) -
 
 
 class LiteBottleneck(nn.Module):
-    """A depthwise convolution, ReLU6 and a pointwise convolution. Returns the tokens unchanged.
+    """A depthwise convolution, ReLU6 and a pointwise convolution, for stages without tokens.
 
-    Adds the input if it has the shape of the output.
+    Adds the input if it has the shape of the output. Takes tokens as ``MobileFormerBlock`` does,
+    and returns them unchanged.
     """
 
     def __init__(
         self, *, in_channels: int, hidden: int, out_channels: int, norm: str, stride: int = 1
     ) -> None:
-        """``hidden`` is a multiple of ``in_channels``. For ``norm``, see ``Mobile``."""
+        """``hidden`` is a multiple of ``in_channels``. ``norm`` is a name such as "BN"."""
         super().__init__()
         self.stride = stride
         self.depthwise = depthwise(in_channels, hidden, norm, stride)
@@ -139,10 +150,15 @@ class LiteBottleneck(nn.Module):
     def forward(
         self, x: Tensor, tokens: Tensor, padding: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See ``MobileFormerBlock.forward``."""
+        """Takes a map (N, C, H, W) and tokens (N, M, D). Returns a map (N, C', H', W') and tokens.
+
+        ``padding`` (N, 1, H, W) is True outside the images.
+        """
         hidden = F.relu6(self.depthwise(zero_padding(x, padding)))
         out = self.pointwise(hidden)
-        return x + out if self.has_identity else out, tokens
+        if self.has_identity:
+            out = x + out
+        return out, tokens
 
 
 class Mobile(nn.Module):
@@ -160,7 +176,10 @@ class Mobile(nn.Module):
         norm: str,
         drop_path: float = 0.0,
     ) -> None:
-        """``token_dim`` is the tokens' width D. ``norm`` is passed to Detectron2's ``get_norm``."""
+        """``token_dim`` is the tokens' width D. ``norm`` is a name for Detectron2's ``get_norm``.
+
+        ``drop_path`` is the rate at which the residual branch is dropped.
+        """
         super().__init__()
         self.expand = pointwise(in_channels, hidden, norm)
         self.expand_act = DynamicReLU(token_dim=token_dim, channels=hidden)
@@ -178,7 +197,9 @@ class Mobile(nn.Module):
         hidden = self.expand_act(self.expand(x), token)
         hidden = self.depthwise_act(self.depthwise(zero_padding(hidden, padding)), token)
         out = self.reduce(hidden)
-        return x + self.drop_path(out) if self.has_identity else out
+        if self.has_identity:
+            return x + self.drop_path(out)
+        return out
 
 
 class DownMobile(nn.Module):
@@ -198,10 +219,16 @@ class DownMobile(nn.Module):
         norm: str,
         drop_path: float = 0.0,
     ) -> None:
-        """See ``Mobile``. Each depthwise convolution has its own hidden width.
-
-        ``hidden`` is a multiple of ``in_channels``, and ``second_hidden`` of ``out_channels``.
-        ``drop_path`` is the rate at which the second pair is dropped.
+        """
+        Args:
+            in_channels: channels of the input.
+            hidden: channels after the first depthwise convolution, a multiple of ``in_channels``.
+            out_channels: channels of the output of each pair.
+            second_hidden: channels after the second depthwise convolution, a multiple of
+                ``out_channels``.
+            token_dim: the tokens' width D.
+            norm: a name for Detectron2's ``get_norm``.
+            drop_path: rate at which the second pair is dropped.
         """
         super().__init__()
         self.down = depthwise(in_channels, hidden, norm, stride=2)
@@ -213,8 +240,12 @@ class DownMobile(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: Tensor, token: Tensor, padding: Tensor | None = None) -> Tensor:
-        """See ``Mobile.forward``. Returns a map (N, C', ceil(H / 2), ceil(W / 2))."""
-        y = self.down_reduce(self.down_act(self.down(zero_padding(x, padding)), token))
+        """Takes a map (N, C, H, W) and a token (N, D). Returns (N, C', ceil(H / 2), ceil(W / 2)).
+
+        ``padding`` (N, 1, H, W) is True outside the images.
+        """
+        hidden = self.down_act(self.down(zero_padding(x, padding)), token)
+        y = self.down_reduce(hidden)  # (N, C', H / 2, W / 2)
         hidden = self.depthwise_act(self.depthwise(zero_padding(y, halve(padding))), token)
         return y + self.drop_path(self.reduce(hidden))
 
@@ -223,7 +254,7 @@ class MobileFormerBlock(nn.Module):
     """A block of four parts: Mobile->Former, Former, Mobile and Mobile<-Former."""
 
     token_path = ("mobile_to_former", "former")
-    """See ``get_token_parameters`` in ``modeling/contracts.py``."""
+    """Names of the children that compute the tokens."""
 
     def __init__(
         self,
@@ -243,10 +274,16 @@ class MobileFormerBlock(nn.Module):
     def forward(
         self, x: Tensor, tokens: Tensor, padding: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Takes a map (N, C, H, W) and tokens (N, M, D). Returns (N, C', H', W') and new tokens."""
-        tokens = self.former(self.mobile_to_former(tokens, x, padding))
-        x = self.mobile(x, tokens[:, 0], padding)
-        return self.former_to_mobile(x, tokens), tokens
+        """Takes a map (N, C, H, W) and tokens (N, M, D). Returns a map (N, C', H', W') and tokens.
+
+        ``padding`` (N, 1, H, W) is True outside the images.
+        """
+        tokens = self.mobile_to_former(tokens, x, padding)
+        tokens = self.former(tokens)
+        first_token = tokens[:, 0]  # (N, D), determines the slopes of the dynamic ReLUs
+        x = self.mobile(x, first_token, padding)
+        x = self.former_to_mobile(x, tokens)
+        return x, tokens
 
 
 def _split_heads(x: Tensor, num_heads: int) -> Tensor:

@@ -39,7 +39,7 @@ class StridedLevels(nn.Module):
         super().__init__()
         self.in_feature = in_feature  # Detectron2's FPN reads in_feature and num_levels
         self.num_levels = num_levels
-        self._first = int(in_feature.removeprefix("p")) + 1
+        self._first_level = int(in_feature.removeprefix("p")) + 1
         self.convs = nn.ModuleList(
             nn.Conv2d(channels, channels, 3, stride=2, padding=1) for _ in range(num_levels)
         )
@@ -47,10 +47,13 @@ class StridedLevels(nn.Module):
             weight_init.c2_xavier_fill(conv)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """Returns a feature map per level. Each has half the height and width of the previous."""
+        """Takes a feature map (N, C, H, W). Returns a feature map (N, C, …) per level.
+
+        Each has half the height and width of the previous, rounded up.
+        """
         levels: list[Tensor] = []
-        for level, conv in enumerate(self.convs, start=self._first):
-            if level >= 7:
+        for level, conv in enumerate(self.convs, start=self._first_level):
+            if level >= 7:  # as in RetinaNet, where P7 is computed from relu(P6)
                 x = F.relu(x)
             x = conv(x)
             levels.append(x)
@@ -76,7 +79,8 @@ def build_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
         },
     )
     bottom_up: Backbone = BACKBONE_REGISTRY.get(node.BOTTOM_UP)(bottom_up_cfg, input_shape)
-    stride = pick_outputs(bottom_up, in_features, "MODEL.FPN.IN_FEATURES")[-1].stride
+    *_, coarsest = pick_outputs(bottom_up, in_features, "MODEL.FPN.IN_FEATURES")
+    level = coarsest.stride.bit_length() - 1  # the stride of level p is 2**p
     fpn = FPN(
         bottom_up=bottom_up,
         in_features=in_features,
@@ -84,7 +88,7 @@ def build_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
         norm=node.NORM,
         top_block=StridedLevels(
             channels=node.OUT_CHANNELS,
-            in_feature=f"p{stride.bit_length() - 1}",
+            in_feature=f"p{level}",
             num_levels=node.TOP_LEVELS,
         ),
         fuse_type=node.FUSE_TYPE,
@@ -95,7 +99,7 @@ def build_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
 
 @BACKBONE_REGISTRY.register()
 def build_mobile_former_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
-    """Same as ``build_fpn_backbone`` on a Mobile-Former. Ignores ``MODEL.FPN.BOTTOM_UP``."""
+    """Builds an FPN on a Mobile-Former, whatever the value of ``MODEL.FPN.BOTTOM_UP``."""
     cfg = with_values(cfg, {"MODEL.FPN.BOTTOM_UP": "MobileFormer"})
     return build_fpn_backbone(cfg, input_shape)
 
@@ -114,10 +118,10 @@ def build_bare_backbone(cfg: CfgNode) -> Backbone:
 
 
 def accept_prefixes(backbone: Backbone) -> None:
-    """Lets ``load_state_dict`` find the weights of a backbone under other common prefixes.
+    """Lets ``load_state_dict`` load a backbone from tensors whose names have another prefix.
 
     The prefixes are "", "backbone.", "bottom_up." and "backbone.bottom_up.". Loading raises a
-    ``UserError`` if the file contains only a part of the encoder, or other tensors instead of it.
+    ``UserError`` if the file contains only a part of the encoder, or only tensors of other modules.
     """
     backbone.register_load_state_dict_pre_hook(_rename_prefix)
 
@@ -132,33 +136,45 @@ def _rename_prefix(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """A hook of ``load_state_dict``, see ``accept_prefixes``."""
+    """A hook that runs before ``load_state_dict``. It renames the tensors in ``state_dict``.
+
+    ``prefix`` is the path of the backbone inside the model that is loaded, such as "backbone.".
+    """
+    # The encoder's names without any prefix, and the names of the pyramid's layers.
     names = list(backbone.state_dict())
     is_pyramid = any(name.startswith(_PYRAMID) for name in names)
-    below = _PYRAMID if is_pyramid else ""
-    encoder_names = [name.removeprefix(below) for name in names if name.startswith(below)]
-    pyramid_names = [name for name in names if is_pyramid and not name.startswith(_PYRAMID)]
+    encoder_names = names
+    pyramid_names: list[str] = []
+    expected_prefix = prefix  # of the encoder's tensors
+    if is_pyramid:
+        expected_prefix = prefix + _PYRAMID
+        encoder_names = [name.removeprefix(_PYRAMID) for name in names if name.startswith(_PYRAMID)]
+        pyramid_names = [name for name in names if not name.startswith(_PYRAMID)]
 
-    expected = prefix + below
-    if not any(expected + name in state_dict for name in encoder_names):
+    if not any(expected_prefix + name in state_dict for name in encoder_names):
+        # The prefix in the file is the one under which most of the encoder's tensors are found.
         # If this backbone is a child of another module, all names begin with that module's prefix.
-        others = [prefix, *(prefix + other for other in _PREFIXES)]
-        others.remove(expected)
-        counts = {
-            other: sum(other + name in state_dict for name in encoder_names) for other in others
-        }
-        given = max(counts, key=counts.__getitem__)
-        around = given.removesuffix(_PYRAMID)
-        new_names = {given + name: expected + name for name in encoder_names}
-        new_names |= {around + name: prefix + name for name in pyramid_names}
-        for old, new in new_names.items():
-            if old in state_dict:
-                state_dict[new] = state_dict.pop(old)
+        other_prefixes = [prefix, *(prefix + other for other in _PREFIXES)]
+        other_prefixes.remove(expected_prefix)
+        counts = {}
+        for other in other_prefixes:
+            counts[other] = sum(other + name in state_dict for name in encoder_names)
+        file_prefix = max(counts, key=counts.__getitem__)
+        pyramid_prefix = file_prefix.removesuffix(_PYRAMID)
+        new_names = {file_prefix + name: expected_prefix + name for name in encoder_names}
+        for name in pyramid_names:
+            new_names[pyramid_prefix + name] = prefix + name
+        for old_name, new_name in new_names.items():
+            if old_name in state_dict:
+                state_dict[new_name] = state_dict.pop(old_name)
 
+    # Older BatchNorms do not save num_batches_tracked.
     needed = [name for name in encoder_names if not name.endswith("num_batches_tracked")]
-    missing = [name for name in needed if expected + name not in state_dict]
-    is_wrong_file = bool(unexpected_keys if prefix else state_dict)
-    if missing and (len(missing) < len(needed) or is_wrong_file):
+    missing = [name for name in needed if expected_prefix + name not in state_dict]
+    # Without any tensor of the encoder, the model may be loaded on purpose from other weights.
+    is_partial = 0 < len(missing) < len(needed)
+    has_other_tensors = bool(unexpected_keys if prefix else state_dict)
+    if is_partial or (missing and has_other_tensors):
         raise UserError(
             f"the file has {len(needed) - len(missing)} of the {len(needed)} tensors of "
             f"{type(backbone).__name__}, and lacks '{missing[0]}': use weights of the same variant "

@@ -51,7 +51,7 @@ class MobileFormer(Backbone):
     """
 
     token_path = ("tokens", "last_bridge")
-    """See ``get_token_parameters`` in ``modeling/contracts.py``."""
+    """Names of the parameters and children that compute the tokens."""
 
     @configurable
     def __init__(
@@ -68,7 +68,7 @@ class MobileFormer(Backbone):
         Args:
             arch: widths of the layers. ``MOBILE_FORMER_ARCHS`` contains those of the papers.
             out_features: names of the outputs.
-            norm: a norm, such as "BN", see ``detectron2.layers.get_norm``.
+            norm: a name for Detectron2's ``get_norm``, such as "BN".
             drop_path: stochastic depth rate of the last block. Rates increase linearly from 0.
             freeze_at: 0 trains everything, 1 freezes the stem and the tokens, 2 also freezes the
                 first stage, and so on. Numbers above the number of stages freeze the whole network.
@@ -86,24 +86,35 @@ class MobileFormer(Backbone):
         check_value(0 <= drop_path < 1, "MOBILE_FORMER.DROP_PATH", drop_path, "in [0, 1)")
         check_value(freeze_at >= 0, "BACKBONE.FREEZE_AT", freeze_at, "at least 0")
         self._out_features = list(out_features)
-        self.freeze_all = len(self._stage_names) + 1  # see ``modeling/contracts.py``
+        # The lowest freeze_at that freezes the whole network.
+        self.freeze_all = len(self._stage_names) + 1
         # Checkpoints may contain these layers although this model does not build them.
-        unused = {"expand": self._expanded_name, "last_bridge": "tokens"}
-        self.optional_modules = tuple(k for k, name in unused.items() if name not in out_features)
+        output_of_layer = {"expand": self._expanded_name, "last_bridge": "tokens"}
+        self.optional_modules = tuple(
+            layer for layer, output in output_of_layer.items() if output not in out_features
+        )
 
         self.tokens = nn.Parameter(torch.empty(arch.num_tokens, arch.token_dim))
-        sizes = {"kernel_size": 3, "stride": 2, "padding": 1, "bias": False}
-        stem_norm = get_norm(norm, arch.stem)
-        self.stem: nn.Module = Conv2d(in_channels, arch.stem, **sizes, norm=stem_norm)
-        needed = 1 + max(map(known.index, out_features))  # the last two outputs need all stages
-        needed = min(needed, len(self._stage_names))
-        self.stages = _build_stages(arch, needed, norm, drop_path)
-        last = shapes[self._stage_names[-1]].channels
+        self.stem: nn.Module = Conv2d(
+            in_channels,
+            arch.stem,
+            kernel_size=3,
+            stride=2,
+            padding=1,
+            bias=False,
+            norm=get_norm(norm, arch.stem),
+        )
+        # Stages after the last output are not built. The expanded map and the tokens follow the
+        # last stage in ``known``, and need all stages.
+        last_output = max(known.index(name) for name in out_features)
+        num_stages = min(last_output + 1, len(self._stage_names))
+        self.stages = _build_stages(arch, num_stages, norm, drop_path)
+        last_channels = shapes[self._stage_names[-1]].channels
         self.last_bridge: nn.Module | None = None
         if arch.last_bridge and "tokens" in self._out_features:
-            self.last_bridge = MobileToFormer(token_dim=arch.token_dim, channels=last)
+            self.last_bridge = MobileToFormer(token_dim=arch.token_dim, channels=last_channels)
         if self._expanded_name in self._out_features:
-            self.expand: nn.Module = pointwise(last, arch.expanded, norm)
+            self.expand: nn.Module = pointwise(last_channels, arch.expanded, norm)
         # Detectron2's Backbone builds output_shape() from these two.
         self._out_feature_channels = {name: shapes[name].channels for name in self._out_features}
         self._out_feature_strides = {name: shapes[name].stride for name in self._out_features}
@@ -124,20 +135,24 @@ class MobileFormer(Backbone):
         }
 
     def forward(self, x: Tensor, image_sizes: Tensor | None = None) -> dict[str, Tensor]:
-        """Takes normalized images (N, 3, H, W) and returns the outputs by name, see the class.
+        """Takes normalized images (N, 3, H, W). Returns the outputs ``out_features`` by name.
 
         ``image_sizes`` (N, 2) are heights and widths in pixels. If they are given, padding does not
         change the outputs of an image. Otherwise padding is treated as part of the image.
         """
-        padding = None if image_sizes is None else padding_mask(image_sizes, x.shape[-2:])
-        tokens = self.tokens.expand(x.shape[0], -1, -1)
-        x = F.relu6(self.stem(zero_padding(x, padding)))
+        padding = None
+        if image_sizes is not None:
+            padding = padding_mask(image_sizes, x.shape[-2:])
+        tokens = self.tokens.expand(x.shape[0], -1, -1)  # (N, M, D)
+        x = F.relu6(self.stem(zero_padding(x, padding)))  # at stride 2
         padding = halve(padding)
         outputs = {}
+        # Not strict, because stages after the last output are not built.
         for name, stage in zip(self._stage_names, self.stages, strict=False):
             for block in cast(Iterable[MobileFormerBlock], stage):
                 x, tokens = block(x, tokens, padding)
-                padding = halve(padding) if block.stride == 2 else padding
+                if block.stride == 2:
+                    padding = halve(padding)
             outputs[name] = x
         if self.last_bridge is not None:
             tokens = self.last_bridge(tokens, x, padding)
@@ -147,8 +162,11 @@ class MobileFormer(Backbone):
         return {name: outputs[name] for name in self._out_features}
 
     def reset_parameters(self) -> None:
-        """Initializes weights as in the authors' code: convolutions by Kaiming fan-out, and linear
-        layers with standard deviation 0.01."""
+        """Initializes weights as in the authors' code.
+
+        Convolutions are initialized by Kaiming fan-out, and linear layers with standard deviation
+        0.01.
+        """
         nn.init.normal_(self.tokens)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -158,21 +176,26 @@ class MobileFormer(Backbone):
                 nn.init.zeros_(module.bias)
 
     def freeze(self, freeze_at: int = 0) -> "MobileFormer":
-        """Freezes the first layers and their BatchNorm statistics, and disables their drop path."""
+        """Freezes the first layers and their BatchNorm statistics, and disables their drop path.
+
+        1 freezes the stem and the tokens, 2 also freezes the first stage, and so on.
+        """
         if freeze_at >= 1:
             self.tokens.requires_grad_(False)
             self.stem = _freeze(self.stem)
-        for index, stage in enumerate(self.stages, start=2):
-            if freeze_at >= index:
-                self.stages[index - 2] = _freeze(stage)
+        for index, stage in enumerate(self.stages):
+            if freeze_at >= index + 2:
+                self.stages[index] = _freeze(stage)
         if freeze_at >= self.freeze_all:
-            for name in {"expand", "last_bridge"} & dict(self.named_children()).keys():
-                self.add_module(name, _freeze(self.get_submodule(name)))
+            built = dict(self.named_children())
+            for name in ("expand", "last_bridge"):
+                if name in built:
+                    self.add_module(name, _freeze(built[name]))
         return self
 
     @staticmethod
     def group_matcher() -> dict[str, str]:
-        """Returns patterns of the stem, each block, and the rest."""
+        """Returns patterns of parameter names, as timm's models do: stem, blocks and last layers."""
         return {
             "stem": r"^(?:stem\.|tokens$)",
             "blocks": r"^stages\.(\d+)\.(\d+)\.",
@@ -201,14 +224,14 @@ def arch_from_config(cfg: CfgNode) -> MobileFormerArch:
 
 
 def _build_stages(arch: MobileFormerArch, count: int, norm: str, drop_path: float) -> nn.ModuleList:
-    """Builds the first ``count`` stages."""
+    """Builds the first ``count`` stages. The drop path rate increases linearly to ``drop_path``."""
     rates = torch.linspace(0, drop_path, len(arch.blocks), device="cpu").tolist()
     stages = nn.ModuleList([nn.ModuleList()])
     channels = arch.stem
     for spec, rate in zip(arch.blocks, rates, strict=True):
-        if spec.halves and len(stages) == count:
-            break
-        if spec.halves:
+        if spec.halves:  # starts a new stage
+            if len(stages) == count:
+                break
             stages.append(nn.ModuleList())
         block = _build_block(spec, channels, arch.token_dim, norm, rate)
         cast(nn.ModuleList, stages[-1]).append(block)
@@ -219,18 +242,24 @@ def _build_stages(arch: MobileFormerArch, count: int, norm: str, drop_path: floa
 def _build_block(
     spec: BlockSpec, channels: int, token_dim: int, norm: str, drop_path: float
 ) -> nn.Module:
+    """Builds a block for a feature map with ``channels`` channels."""
     widths = {"in_channels": channels, "hidden": spec.hidden, "out_channels": spec.out}
     if spec.kind in ("lite", "lite_down"):
         return LiteBottleneck(**widths, norm=norm, stride=2 if spec.halves else 1)
-    widths["token_dim"] = token_dim
+    # The order of construction decides the random initial weights.
     to_former = MobileToFormer(token_dim=token_dim, channels=channels)
     former = Former(token_dim=token_dim, drop_path=drop_path)
     mobile: Mobile | DownMobile
     if spec.kind == "down":
-        second_hidden = spec.second_hidden
-        mobile = DownMobile(**widths, second_hidden=second_hidden, norm=norm, drop_path=drop_path)
+        mobile = DownMobile(
+            **widths,
+            second_hidden=spec.second_hidden,
+            token_dim=token_dim,
+            norm=norm,
+            drop_path=drop_path,
+        )
     else:
-        mobile = Mobile(**widths, norm=norm, drop_path=drop_path)
+        mobile = Mobile(**widths, token_dim=token_dim, norm=norm, drop_path=drop_path)
     return MobileFormerBlock(
         to_former=to_former,
         former=former,
@@ -240,6 +269,7 @@ def _build_block(
 
 
 def _freeze(module: nn.Module) -> nn.Module:
+    """Returns the module without gradients and drop path, and with frozen BatchNorms."""
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     for child in module.modules():

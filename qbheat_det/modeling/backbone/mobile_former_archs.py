@@ -5,10 +5,13 @@ Papers: "Self-Supervised Learning based on Heat Equation" (QB-Heat), Chen et al.
 Table 8; "Mobile-Former: Bridging MobileNet and Transformer", Chen et al., arXiv:2108.05895, whose
 authors published ImageNet weights of "508M" to "26M" (github.com/AAboys/MobileFormer).
 
-Deviations from the printed table: block 7 of MF-1.0G is 576 -> 176. There, the table repeats the
-row above (288 -> 96), which contradicts the printed parameter count. The table does not print the
-second hidden width of downsampling blocks. Here it is 4, 3 and 4 times the output width at strides
-4, 8 and 16, which are the only multiples that give the multiply-adds of Table 5.
+Deviations from Table 8:
+
+* Block 7 of MF-1.0G is 576 -> 176. The table repeats the row above (288 -> 96), which contradicts
+  the paper's parameter count.
+* The table does not state the second hidden width of downsampling blocks. Here it is 4, 3 and 4
+  times the output width at strides 4, 8 and 16. No other multiples give the multiply-adds of
+  Table 5.
 """
 
 from collections.abc import Sequence
@@ -23,10 +26,16 @@ BlockKind = Literal["lite", "lite_down", "down", "plain"]
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """Kind and widths of a block. Only "down" blocks have a second hidden width.
+    """Kind and widths of a block.
 
     "down" and "plain" are Mobile-Former blocks. "lite" and "lite_down" are blocks without tokens.
-    "down" and "lite_down" blocks halve the feature map's sides and start a stage.
+    "down" and "lite_down" blocks halve height and width of the feature map, and start a stage.
+
+    Attributes:
+        kind: type of the block.
+        hidden: channels after the first convolution.
+        out: channels of the output.
+        second_hidden: channels after the second depthwise convolution, in "down" blocks only.
     """
 
     kind: BlockKind
@@ -36,6 +45,7 @@ class BlockSpec:
 
     @property
     def halves(self) -> bool:
+        """Whether the block halves height and width of the feature map."""
         return self.kind in ("down", "lite_down")
 
 
@@ -43,9 +53,17 @@ class BlockSpec:
 class MobileFormerArch:
     """Widths of a Mobile-Former, in the order of Table 8 of the QB-Heat paper.
 
-    ``rows`` has the fields of a ``BlockSpec`` for each block. ``last_bridge`` is whether a
-    Mobile->Former bridge follows the last block, as in the ImageNet networks. The QB-Heat paper's
-    networks have none. Raises a ``ValueError`` if the widths do not fit each other.
+    Attributes:
+        num_tokens: number of global tokens.
+        token_dim: width of the tokens.
+        stem: channels after the first convolution.
+        rows: the fields of a ``BlockSpec`` for each block.
+        expanded: channels after the final 1x1 convolution.
+        last_bridge: whether a Mobile->Former bridge follows the last block, as in the ImageNet
+            networks. The QB-Heat paper's networks have none.
+
+    Raises:
+        ValueError: the widths do not fit each other.
     """
 
     num_tokens: int
@@ -76,13 +94,16 @@ class MobileFormerArch:
         stride = 2
         shapes = {"s2": ShapeSpec(channels=self.stem, stride=stride)}
         for block in self.blocks:
-            stride *= 2 if block.halves else 1
+            if block.halves:
+                stride *= 2
+            # The last block at a stride replaces the blocks before it.
             shapes[f"s{stride}"] = ShapeSpec(channels=block.out, stride=stride)
         shapes[f"s{stride}_expanded"] = ShapeSpec(channels=self.expanded, stride=stride)
         return {**shapes, "tokens": ShapeSpec(channels=self.token_dim)}
 
     @staticmethod
     def _check(number: int, block: BlockSpec, channels: int) -> None:
+        """Raises a ``ValueError`` if a block cannot process a map with ``channels`` channels."""
         where = f"block {number} ({block.kind}, {channels} -> {block.hidden} -> {block.out})"
         if block.kind == "lite" and block.out != channels:
             raise ValueError(f"{where}: a lite block keeps its width")
