@@ -23,7 +23,6 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import format_duration
 from qbheat_det.feature_cache.filling import Fill, fill
 from qbheat_det.solver import count_epochs
-from qbheat_det.tasks import DETECTION
 
 from .dry_run import BuildTrainer, dry_run
 from .run import Stage
@@ -186,7 +185,7 @@ def _find_unfinished_first_stage(stages: Sequence[Stage]) -> Stage | None:
 def _list_sizes(stage: Stage, flags: RunFlags, pace: Pace) -> list[int]:
     """Returns the image sizes to choose from."""
     is_fixed = stage.cfg.MODEL.CACHE_FEATURES.ENABLED or _names_size(flags, stage)
-    if is_fixed or stage.data.task is not DETECTION:
+    if is_fixed or not stage.data.task.uses_boxes:
         return [pace.size]
     return [round(factor * pace.size / _STRIDE) * _STRIDE for factor in _SIZE_FACTORS]
 

@@ -50,15 +50,7 @@ from qbheat_det.data import (
 )
 from qbheat_det.data.checks import find_elongation
 from qbheat_det.evaluation import count_most_objects
-from qbheat_det.tasks import (
-    CLASSIFICATION,
-    DETECTION,
-    PRETRAINING,
-    TASKS,
-    Task,
-    find_task,
-    find_task_of_data,
-)
+from qbheat_det.tasks import TASKS, Task, find_task, find_task_of_data
 
 from .run_flags import RunFlags, spell
 from .run_record import FIRST_STAGE_FOLDER, Start
@@ -310,14 +302,14 @@ def prepare_data(
     _check_task(flags, sources, task)
     has_no_val = set(sources) == {"train"}
     sources = _choose_roles(flags, sources)
-    if task is PRETRAINING:
+    if not task.uses_labels:
         sources = {role: opened.without_labels() for role, opened in sources.items()}
-    elif task is DETECTION:
+    elif task.uses_boxes:
         sources = _choose_classes(cfg, flags, sources)
     _check_sources(cfg, sources, start)
 
     seen = SeenImages()
-    if task is not PRETRAINING:
+    if task.uses_labels:
         seen = _read_seen(cfg)
     split: Split | None = None
     if flags.eval_only and has_no_val:
@@ -355,7 +347,7 @@ def prepare_data(
         split=None if flags.eval_only else split,
     )
     _check_names(data, eval_only=flags.eval_only)
-    if task is PRETRAINING:
+    if not task.uses_labels:
         return data
     names, ids = _find_classes(cfg, data, start, eval_only=flags.eval_only)
     seen_after, shared = _compare_images(given, seen, cfg.MODEL.WEIGHTS)
@@ -372,9 +364,9 @@ def prepare_data(
 
 def _check_task(flags: RunFlags, sources: Mapping[Role, OpenedSource], task: Task) -> None:
     """Checks that the flags, and the data that they name, are for a task."""
-    if flags.unlabelled_folders and (flags.eval_only or task is not DETECTION):
+    if flags.unlabelled_folders and (flags.eval_only or not task.uses_boxes):
         raise UserError("--unlabelled is for the training of detectors: leave it out")
-    if task is PRETRAINING:
+    if not task.uses_labels:
         return
     names_training_set = flags.data or flags.images or "DATASETS.TRAIN" in flags.overrides
     if (flags.val or flags.val_images) and not (names_training_set or flags.eval_only):
@@ -533,7 +525,7 @@ def _find_split_of_weights(cfg: CfgNode, flags: RunFlags, start: Start) -> Path 
 
 def _holds_out(cfg: CfgNode, flags: RunFlags, task: Task) -> bool:
     """Returns whether a run without validation data holds out a share of its training images."""
-    if task is PRETRAINING or "DATASETS.TEST" in flags.overrides:
+    if not task.uses_labels or "DATASETS.TEST" in flags.overrides:
         return False
     return bool(cfg.DATASETS.VAL_FRACTION)
 
@@ -595,9 +587,9 @@ def _check_classes(
 ) -> None:
     """Checks that both sets have the same classes, and that there are two class folders."""
     annotations = [opened.annotations for opened in sources.values() if opened.annotations]
-    if task is DETECTION and len(annotations) == 2:
+    if task.uses_boxes and len(annotations) == 2:
         check_same_classes(*annotations)
-    if task is CLASSIFICATION:
+    if task.uses_class_folders:
         for data_set in given.values():
             data_set.account.check(cfg.DATASETS.MAX_LEFT_OUT)
         if "train" in given:
@@ -642,9 +634,9 @@ def _check_name(name: str, task: Task, *, is_test: bool) -> None:
         raise UserError(f"there is no data set '{name}': {task.data_flags}, or register it")
     metadata = MetadataCatalog.get(name)
     is_unlabelled = metadata.get("unlabelled")
-    if is_unlabelled and task is DETECTION:
+    if is_unlabelled and task.uses_boxes:
         raise UserError(f"data set '{name}' has no annotations, as a detector needs")
-    if is_test and task is not DETECTION and not is_unlabelled:
+    if is_test and not task.uses_boxes and not is_unlabelled:
         raise UserError(
             f"DATASETS.TEST names '{name}', which has annotations, but {task.name} is evaluated on "
             f"images alone: {task.data_flags}"
@@ -664,7 +656,7 @@ def _find_classes(
     cfg: CfgNode, data: RunData, start: Start, *, eval_only: bool
 ) -> tuple[Sequence[str], Sequence[int]]:
     """Returns the names of the classes, and their ids in the annotations."""
-    if data.task is CLASSIFICATION:
+    if data.task.uses_class_folders:
         names = _find_folder_classes(cfg, data, start, eval_only=eval_only)
         return names, range(len(names))
     name = data.test[0] if eval_only else data.train[0]
@@ -741,7 +733,7 @@ def _compare_images(
 
 def count_objects(data: RunData, names: Sequence[str]) -> int:
     """Returns the largest number of objects in an image; equal on all processes."""
-    if data.task is not DETECTION:
+    if not data.task.uses_boxes:
         return 0
     known = {data_set.name: data_set.max_objects for data_set in data.given}
     most = 0
@@ -778,7 +770,7 @@ def check_records(cfgs: Sequence[CfgNode], data: RunData, *, eval_only: bool) ->
     """
     if not comm.is_main_process():
         return
-    is_detector = data.task is DETECTION
+    is_detector = data.task.uses_boxes
     names = data.test
     if is_detector and not eval_only:
         names = (*data.train, *data.test)

@@ -23,6 +23,10 @@ class Task(ABC):
     """Name for users, such as "detection"."""
     learns_from: ClassVar[str]
     """What the training data have, such as "boxes"."""
+    uses_boxes: ClassVar[bool] = False
+    """Whether the model learns from boxes."""
+    uses_class_folders: ClassVar[bool] = False
+    """Whether the model learns from the names of folders."""
     recipe: ClassVar[str]
     """Shipped config for commands that name none."""
     mappers: ClassVar[set[str]]
@@ -35,6 +39,11 @@ class Task(ABC):
     """Config keys that ``--image-size`` sets."""
     batch_size: ClassVar[int]
     """Images per batch and process in evaluation."""
+
+    @property
+    def uses_labels(self) -> bool:
+        """Whether the model learns from boxes or class folders, and not from images alone."""
+        return self.uses_boxes or self.uses_class_folders
 
     @abstractmethod
     def fits(self, source: Source) -> bool:

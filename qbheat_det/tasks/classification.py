@@ -20,6 +20,7 @@ class Classification(Task):
 
     name = "classification"
     learns_from = "class folders"
+    uses_class_folders = True
     recipe = "custom/tran1_285M_probe.yaml"
     mappers: ClassVar[set[str]] = {"classify"}
     set_names = ("custom_labelled_train", "custom_labelled_val")

@@ -28,6 +28,7 @@ class Detection(Task):
 
     name = "detection"
     learns_from = "boxes"
+    uses_boxes = True
     recipe = "custom/retinanet_lite0_finetune.yaml"
     mappers: ClassVar[set[str]] = {"default", "detr"}
     set_names = ("custom_train", "custom_val")
