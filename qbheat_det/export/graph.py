@@ -256,7 +256,7 @@ class ExportableModel(nn.Module):
         self.info = info
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Takes images (N, H, W, 3), uint8. Returns outputs in the order of ``info.outputs``."""
+        """Takes images (N, H, W, 3), uint8. Returns the outputs that ``info.outputs`` names."""
         x, sizes = self.preprocessing(images)
         features = self.backbone(x)
         return cast(tuple[Tensor, ...], self.head(features, sizes))

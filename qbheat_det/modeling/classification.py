@@ -70,13 +70,22 @@ class TransformerDecoder(nn.Module):
         dropout: float = 0.0,
         in_feature: str = "s16_expanded",
     ) -> None:
-        """Takes the arguments of ``LinearDecoder``, and the settings of the transformer blocks.
+        """
+        Args:
+            input_shape: the backbone's ``output_shape()``.
+            num_classes: number of classes K.
+            dim: width of the blocks, a multiple of 64. The paper uses 192, 384 and 768 for MF-285M,
+                MF-1.0G and MF-3.7G.
+            depth: number of blocks.
+            dropout: dropout rate of the blocks.
+            in_feature: name of the feature map to read.
 
-        ``dim`` is a multiple of 64. The paper uses 192, 384 and 768 for MF-285M, MF-1.0G and
-        MF-3.7G.
+        Raises:
+            ValueError: a number is out of range.
         """
         super().__init__()
-        check_value(dim > 0 and not dim % 64, "CLASSIFIER.WIDTH", dim, "a multiple of 64")
+        is_multiple = dim > 0 and dim % 64 == 0
+        check_value(is_multiple, "CLASSIFIER.WIDTH", dim, "a multiple of 64")
         check_value(depth >= 1, "CLASSIFIER.DEPTH", depth, "at least 1")
         check_value(0 <= dropout < 1, "CLASSIFIER.DROPOUT", dropout, "in [0, 1)")
         self.pool = PooledFeatures(input_shape=input_shape, in_feature=in_feature)
@@ -92,10 +101,10 @@ class TransformerDecoder(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
-        """See ``LinearDecoder.forward``."""
+        """Takes a map (N, C, H, W) and optional "tokens" (N, M, D). Returns logits (N, K)."""
         positions = features[self.pool.in_feature].flatten(2).transpose(1, 2)  # (N, HW, C)
-        positions = self.norm(self.blocks(self.projection(positions)))
-        pooled = F.adaptive_avg_pool1d(positions.transpose(1, 2), 1).flatten(1)
+        positions = self.norm(self.blocks(self.projection(positions)))  # (N, HW, dim)
+        pooled = F.adaptive_avg_pool1d(positions.transpose(1, 2), 1).flatten(1)  # (N, dim)
         return self.classifier(self.pool.join_token(pooled, features))
 
 
@@ -118,9 +127,9 @@ class BatchMixing:
 
         An alpha of 0 disables Mixup or CutMix. If both are enabled, each batch uses one at random.
         """
-        is_share = 0 <= label_smoothing < 1
+        is_fraction = 0 <= label_smoothing < 1
         check_value(num_classes >= 1, "CLASSIFIER.NUM_CLASSES", num_classes, "at least 1")
-        check_value(is_share, "CLASSIFIER.LABEL_SMOOTHING", label_smoothing, "in [0, 1)")
+        check_value(is_fraction, "CLASSIFIER.LABEL_SMOOTHING", label_smoothing, "in [0, 1)")
         check_value(mixup >= 0, "CLASSIFIER.MIXUP", mixup, "at least 0")
         check_value(cutmix >= 0, "CLASSIFIER.CUTMIX", cutmix, "at least 0")
         self.num_classes = num_classes
@@ -134,7 +143,8 @@ class BatchMixing:
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Mixes images (N, 3, H, W) in place. Returns the images and the targets (N, K).
 
-        Raises a ``UserError`` if mixing is enabled and the number of images is odd.
+        ``labels`` (N,) are class indices. The targets of an image sum to 1 over classes. Raises a
+        ``UserError`` if mixing is enabled and the number of images is odd.
         """
         if self._mix is None:
             return images, mixup_target(labels, self.num_classes, smoothing=self.label_smoothing)
@@ -180,7 +190,7 @@ class ImageClassifier(ImageModel):
         self.mixing = mixing
         self.num_classes = mixing.num_classes
         self.backbone_is_frozen = not any(p.requires_grad for p in backbone.parameters())
-        # "accuracy" in percent. For mixed images, the class with the larger share is the true one.
+        # "accuracy" in percent. For mixed images, the class with the larger target is the true one.
         self.metrics: dict[str, Tensor] = {}
 
     @classmethod
@@ -242,7 +252,8 @@ class ImageClassifier(ImageModel):
 
     def classify(self, images: Tensor) -> Tensor:
         """Takes normalized images (N, 3, S, S) and returns logits (N, K) in float32."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.backbone_is_frozen):
+        needs_gradients = torch.is_grad_enabled() and not self.backbone_is_frozen
+        with torch.set_grad_enabled(needs_gradients):
             features = self.backbone(images)
         logits: Tensor = self.decoder(features)
         return logits.float()
@@ -251,7 +262,8 @@ class ImageClassifier(ImageModel):
         """Returns the labels (N,). Raises a ``UserError`` if one is missing or out of range."""
         labels = [entry.get("label", -1) for entry in batched_inputs]
         for entry, label in zip(batched_inputs, labels, strict=True):
-            if not 0 <= label < self.num_classes:
+            is_known = 0 <= label < self.num_classes
+            if not is_known:
                 given = f"label {label}" if "label" in entry else "no label"
                 raise UserError(
                     f"image '{entry.get('file_name', '')}' has {given}, but labels are 0 to "

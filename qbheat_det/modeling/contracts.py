@@ -29,15 +29,18 @@ class SupportsLossNormalizers(Protocol):
     """A model that divides its losses by counts of a batch, such as the number of boxes.
 
     ``forward`` takes the result of ``loss_normalizers`` as an optional second argument. If it is
-    omitted, ``forward`` sums the counts over processes itself. The trainer assumes that the losses
-    of models without this protocol are means over images.
+    omitted, ``forward`` sums the counts over processes itself. If a model does not have these
+    methods, the trainer assumes that its losses are means over images.
     """
 
     def loss_counts(self, batched_inputs: BatchedInputs) -> Tensor:
         """Returns the counts of a batch. The trainer sums them over all micro-batches of a step."""
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
-        """Takes the counts, summed over ``parts`` micro-batches. Returns the divisors for one."""
+        """Returns the divisors of the losses of one micro-batch.
+
+        ``counts`` are summed over all ``parts`` micro-batches of a step.
+        """
 
 
 @runtime_checkable
@@ -58,8 +61,10 @@ STRONG = "strong"
 """Key of an unlabelled image's dict. Its value is the strong view, as pixels or features."""
 
 PSEUDO_LABELS = "pseudo_labels"
-"""Key of an unlabelled image's dict. Its value is the mean teacher's prediction on
-the weak view."""
+"""Key of an unlabelled image's dict. Its value is the mean teacher's prediction on the weak view.
+
+The weights of the mean teacher are the moving average of the model's weights.
+"""
 
 
 @runtime_checkable
@@ -96,11 +101,11 @@ def pretrain_only_modules(model: nn.Module) -> tuple[str, ...]:
 
 def optional_modules(model: nn.Module) -> list[str]:
     """Returns paths of modules that files may contain although this model does not build them."""
-    return [
-        f"{path}.{child}".lstrip(".")
-        for path, module in model.named_modules()
-        for child in getattr(module, "optional_modules", ())
-    ]
+    paths = []
+    for path, module in model.named_modules():
+        for child in getattr(module, "optional_modules", ()):
+            paths.append(f"{path}.{child}" if path else child)
+    return paths
 
 
 @runtime_checkable
@@ -123,13 +128,14 @@ class PretrainingObjective(FixedSizeModel, Protocol):
     """A model that pre-trains its backbone without labels."""
 
     held_out_loss: bool
-    """See ``has_held_out_loss``."""
+    """Whether ``forward`` returns losses in evaluation."""
 
 
 def get_views(cfg: CfgNode) -> Mapping[str, Sequence[str]]:
-    """Returns the visible quarters of each kind of view that the config's model evaluates.
+    """Returns the kinds of views that the config's model evaluates, each with its quarters.
 
-    Images use the quarters of a view in turn. In a view without quarters, images are whole.
+    A kind of view is "corner", for example. Its quarters are the positions of the visible quarter,
+    which images use in turn. In a view without quarters, the whole image is visible.
     """
     model_class = META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE)
     if not hasattr(model_class, "views_from_config"):
@@ -159,8 +165,8 @@ def masks_padding(model: object) -> bool:
 class PreparesImages(Protocol):
     """A model whose ``preprocess_image`` prepares a batch for its backbone.
 
-    A model that trains on cached features also accepts inputs with "features" instead of "image"
-    there, see ``find_cached_images`` in ``modeling/cached_images.py``.
+    If a model can train on cached features, its ``preprocess_image`` also accepts inputs with
+    "features" instead of "image", and returns the result of ``find_cached_images`` for them.
     """
 
     def preprocess_image(self, batched_inputs: BatchedInputs) -> Tensor | ImageList:
@@ -196,7 +202,7 @@ class SupportsLayerGroups(Protocol):
     """A backbone that groups its parameters by layer, as timm's models do."""
 
     def group_matcher(self) -> Any:
-        """Returns patterns of parameter names. See ``timm.models.group_parameters``."""
+        """Returns patterns of parameter names, for ``timm.models.group_parameters``."""
 
 
 def get_backbone(model: nn.Module) -> Backbone | None:
@@ -209,39 +215,52 @@ def get_backbone(model: nn.Module) -> Backbone | None:
 
 def get_timm_name(model: nn.Module) -> str:
     """Returns timm's name of a model's backbone. "" if the backbone is not a timm model."""
-    names = (getattr(module, "timm_name", "") for module in model.modules())
-    return next(filter(None, names), "")
+    for module in model.modules():
+        timm_name = getattr(module, "timm_name", "")
+        if timm_name:
+            return timm_name
+    return ""
 
 
 def get_token_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the parameters whose name, or child module, a module lists in ``token_path``."""
-    return [
-        parameter
-        for module in model.modules()
-        for name in getattr(module, "token_path", ())
-        for key, parameter in module.named_parameters()
-        if key == name or key.startswith(f"{name}.")
-    ]
+    """Returns the parameters that compute Mobile-Former's tokens.
+
+    Modules list the names of such parameters, or of child modules with such parameters, in the
+    attribute ``token_path``.
+    """
+    token_parameters = []
+    for module in model.modules():
+        for token_name in getattr(module, "token_path", ()):
+            for name, parameter in module.named_parameters():
+                if name == token_name or name.startswith(f"{token_name}."):
+                    token_parameters.append(parameter)
+    return token_parameters
 
 
 def get_body_name(backbone: nn.Module) -> str:
-    """Returns "bottom_up" or "net" if a backbone wraps a network in such an attribute, else ""."""
+    """Returns the name of the child that a backbone wraps: "bottom_up", "net", or "" if none."""
     children = dict(backbone.named_children())
-    return next((name for name in ("bottom_up", "net") if name in children), "")
+    for name in ("bottom_up", "net"):
+        if name in children:
+            return name
+    return ""
 
 
 def get_encoder(backbone: Backbone) -> Backbone:
     """Returns a backbone without its feature pyramid and without ``CachedBackbone`` around it."""
-    body: Any = dict(backbone.named_children()).get(get_body_name(backbone))
+    children = dict(backbone.named_children())
+    body: Any = children.get(get_body_name(backbone))
     if not isinstance(body, Backbone):
         body = backbone
-    return getattr(body, "encoder", body)
+    return getattr(body, "encoder", body)  # the network inside a CachedBackbone
 
 
 def get_in_features(module: nn.Module) -> list[str] | None:
     """Returns the names of the outputs that a model or pyramid reads, or None if unknown."""
     names = getattr(module, "head_in_features", None) or getattr(module, "in_features", None)
-    return list(names) if names else None
+    if not names:
+        return None
+    return list(names)
 
 
 def pick_outputs(backbone: Backbone, names: Sequence[str], key: str) -> list[ShapeSpec]:

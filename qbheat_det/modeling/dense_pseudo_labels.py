@@ -50,8 +50,9 @@ class DensePseudoLabels:
         scores: (N, R, K), the mean teacher's class scores at the selected locations; zero
             elsewhere.
         boxes: (N, R, 4), the mean teacher's boxes, XYXY, in pixels of the padded batch.
-        total: (N,), one value, repeated. It is the sum of the highest class scores of all selected
-            locations of all processes, divided by the number of their micro-batches.
+        total: (N,), the divisor of the losses, the same for each image. It is the sum of the
+            highest class scores of all selected locations of all processes, divided by the number
+            of micro-batches of all processes.
         quality: (N, R), the mean teacher's centerness; None for RetinaNet.
     """
 
@@ -77,7 +78,7 @@ class DensePseudoLabels:
 
     @staticmethod
     def join(images: list["DensePseudoLabels"]) -> "DensePseudoLabels":
-        """Reverses ``split``."""
+        """Concatenates the pseudo-labels of images, which ``split`` returns."""
         quality = [image.quality for image in images if image.quality is not None]
         return DensePseudoLabels(
             scores=torch.cat([image.scores for image in images]),
@@ -92,11 +93,11 @@ class DensePseudoLabelLoss:
     """Selects pseudo-labels, and computes the losses of the student (Sec. 3 of the paper).
 
     Attributes:
-        top_ratio: number of locations in a step's unlabelled images that learn from the mean
-            teacher, divided by the running mean of the number of positive locations in the labelled
-            images. These locations have the mean teacher's highest class scores. The targets of all
-            others are zero. The paper selects 1 % of all locations. In small images with many
-            objects, this is too few.
+        top_ratio: number of selected locations in the unlabelled images of a step, relative to the
+            running mean of the number of positive locations in the labelled images of a step. The
+            locations with the mean teacher's highest class scores are selected. The targets of all
+            other locations are zero. The paper selects 1 % of all locations. In small images with
+            many objects, this is too few.
         weight: factor on the losses.
         gamma: exponent of the quality focal loss (arXiv:2006.04388).
     """
@@ -123,10 +124,11 @@ class DensePseudoLabelLoss:
                 of a step.
         """
         num_processes = comm.get_world_size()
-        scores = [part.logits.float().sigmoid() for part in predictions]
+        scores = [part.logits.float().sigmoid() for part in predictions]  # (N, R, K) each
+        # The highest class score at each location of all micro-batches.
         best_scores = torch.cat([part_scores.amax(dim=2).flatten() for part_scores in scores])
 
-        # The lowest score among the highest ones of all processes.
+        # The threshold is the lowest of the ``num_selected`` highest scores of all processes.
         num_selected = max(1, round(self.top_ratio * num_positives))
         top_scores = best_scores.topk(min(num_selected, len(best_scores))).values
         if num_processes > 1:
@@ -151,13 +153,16 @@ class DensePseudoLabelLoss:
         return pseudo_labels
 
     def __call__(self, student: DensePredictions, labels: DensePseudoLabels) -> dict[str, Tensor]:
-        """Returns the losses by name. Their mean over all micro-batches is the loss of a step."""
+        """Returns the student's losses on a micro-batch by name.
+
+        The losses of a step are their means over the micro-batches of all processes.
+        """
         best_scores = labels.scores.amax(dim=2)
         total = labels.total[0]
         class_loss = quality_focal_loss(student.logits.float(), labels.scores, self.gamma)
         losses = {"loss_pseudo_cls": class_loss.sum() / total}
-        # Selected locations are weighted by the mean teacher's highest class score.
-        selected = best_scores > 0
+        # Each selected location is weighted by its highest class score.
+        selected = best_scores > 0  # (N, R)
         weights = best_scores[selected] / total
         giou_loss = generalized_box_iou_loss(
             student.boxes.float()[selected], labels.boxes[selected]
@@ -185,10 +190,19 @@ class SemiSupervisedDetector(SyncNormalizer):
     def forward(
         self, batched_inputs: list[dict[str, Any]], normalizers: Tensor | None = None
     ) -> Any:
-        """See ``SyncNormalizer``. In training, the losses include those on unlabelled images."""
+        """Returns losses in training, and detections in evaluation.
+
+        The losses include those on the unlabelled images of the inputs. ``normalizers`` (1,) is the
+        divisor of the losses on labelled images. By default, it is computed from the batches of all
+        processes.
+        """
         outputs = super().forward(batched_inputs, normalizers)
-        unlabelled = [image for entry in batched_inputs for image in entry.get(UNLABELLED, ())]
-        if not self.training or not unlabelled:
+        if not self.training:
+            return outputs
+        unlabelled: list[dict[str, Any]] = []
+        for entry in batched_inputs:
+            unlabelled.extend(entry.get(UNLABELLED, ()))
+        if not unlabelled:
             return outputs
         return {**outputs, **self.unlabelled_losses(unlabelled)}
 
@@ -201,7 +215,10 @@ class SemiSupervisedDetector(SyncNormalizer):
 
     @torch.no_grad()
     def pseudo_labels(self, batches: Sequence[list[dict[str, Any]]]) -> list[DensePseudoLabels]:
-        """See ``SupportsUnlabelled`` in ``modeling/contracts.py``."""
+        """Returns the pseudo-labels of each unlabelled image. Called on the mean teacher.
+
+        ``batches`` are the micro-batches of this process. Every process must call this function.
+        """
         predictions = [self.predict_densely(batch) for batch in batches]
         return self.pseudo_label_loss.select(predictions, float(self.loss_normalizer))
 
@@ -209,14 +226,19 @@ class SemiSupervisedDetector(SyncNormalizer):
         """Returns the predictions at all locations, before score threshold and NMS."""
         maps = self.backbone(self.preprocess_image(batched_inputs).tensor)
         features = [maps[name] for name in self.head_in_features]
+        # Logits and deltas of each level. Only FCOS also predicts a centerness.
         outputs = self.head(features)
-        widths = [self.num_classes, 4, 1][: len(outputs)]  # only FCOS has a centerness
-        levels = self._transpose_dense_predictions(outputs, widths)
-        logits, deltas, *quality = (torch.cat(field, dim=1) for field in levels)
-        anchors = Boxes.cat(self.anchor_generator(features)).tensor
+        has_quality = len(outputs) == 3
+        widths = [self.num_classes, 4]
+        if has_quality:
+            widths.append(1)
+        # Each level is (N, C, H, W) before, and (N, locations, width) after.
+        outputs = self._transpose_dense_predictions(outputs, widths)
+        logits = torch.cat(outputs[0], dim=1)  # (N, R, K)
+        deltas = torch.cat(outputs[1], dim=1)  # (N, R, 4)
+        quality = None
+        if has_quality:
+            quality = torch.cat(outputs[2], dim=1).squeeze(2)  # (N, R)
+        anchors = Boxes.cat(self.anchor_generator(features)).tensor  # (R, 4)
         boxes = [self.box2box_transform.apply_deltas(image, anchors) for image in deltas]
-        return DensePredictions(
-            logits=logits,
-            boxes=torch.stack(boxes),
-            quality=quality[0].squeeze(2) if quality else None,
-        )
+        return DensePredictions(logits=logits, boxes=torch.stack(boxes), quality=quality)

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The teacher of distillation: the frozen network of ``MODEL.TEACHER``.
+"""The teacher of distillation: the frozen network that ``MODEL.TEACHER`` names.
 
-``FeatureDistillation`` learns to predict the teacher's features. They are computed once, before
-training, and cached (``feature_cache/distillation_targets.py``).
+The objective ``FeatureDistillation`` learns to predict the teacher's features. These are computed
+once, before training, and cached (``feature_cache/distillation_targets.py``).
 """
 
 from typing import Any
@@ -48,7 +48,7 @@ class DistillationTeacher(ImageModel):
 
 
 def build_teacher_backbone(cfg: CfgNode) -> TimmBackbone:
-    """Builds the frozen network. Raises a ``UserError`` if timm has no such network."""
+    """Builds the teacher's frozen network. Raises a ``UserError`` if timm has no such network."""
     node = cfg.MODEL.TEACHER
     try:
         return TimmBackbone(
@@ -60,5 +60,5 @@ def build_teacher_backbone(cfg: CfgNode) -> TimmBackbone:
 
 def find_teacher_shape(cfg: CfgNode) -> ShapeSpec:
     """Returns channels and stride of the teacher's output without allocating its weights."""
-    with torch.device("meta"):
+    with torch.device("meta"):  # tensors without memory
         return build_teacher_backbone(cfg).output_shape()[cfg.MODEL.TEACHER.IN_FEATURE]

@@ -25,7 +25,7 @@ class SyncFCOS(SemiSupervisedDetector, FCOS):
     the module's docstring.
     """
 
-    first_normalizer = 300.0
+    first_normalizer = 300.0  # as in Detectron2
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
@@ -58,17 +58,21 @@ class SyncFCOS(SemiSupervisedDetector, FCOS):
     def label_anchors(
         self, anchors: list[Boxes], gt_instances: list[Instances]
     ) -> tuple[list[Tensor], Any]:
-        """See ``FCOS``. In images without boxes, all locations are background."""
-        return super().label_anchors(anchors, [add_empty_box(each) for each in gt_instances])
+        """Returns the class and the box of each location, per image.
+
+        In images without boxes, all locations are background.
+        """
+        instances_with_boxes = [add_empty_box(instances) for instances in gt_instances]
+        return super().label_anchors(anchors, instances_with_boxes)
 
     def losses(
         self, anchors: Any, pred_logits: list[Tensor], gt_labels: list[Tensor], *others: Any
     ) -> dict[str, Tensor]:
-        """See ``SyncNormalizer``. The deltas are cast to float32, because torchvision's GIoU loss
-        does not support autocast."""
-        pred_anchor_deltas, *rest = others
+        """Returns the sums of the losses and the number of positive locations."""
+        pred_anchor_deltas, *gt_boxes_and_centerness = others
+        # torchvision's GIoU loss does not support autocast, so the deltas are cast to float32.
         deltas = [level.float() for level in pred_anchor_deltas]
-        return super().losses(anchors, pred_logits, gt_labels, deltas, *rest)
+        return super().losses(anchors, pred_logits, gt_labels, deltas, *gt_boxes_and_centerness)
 
 
 def build_group_norm(channels: int) -> nn.GroupNorm:
@@ -80,7 +84,7 @@ def build_group_norm(channels: int) -> nn.GroupNorm:
 
 
 def add_empty_box(instances: Instances) -> Instances:
-    """Adds an empty box to instances without boxes. An empty box matches no location."""
+    """Adds a box without area if there is no box. Such a box matches no location."""
     if len(instances):
         return instances
     return Instances(

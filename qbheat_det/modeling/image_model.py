@@ -18,9 +18,9 @@ from .cached_images import find_cached_images
 
 
 class ImageModel(nn.Module):
-    """A backbone for images of one size. A subclass adds its layers and ``forward``.
+    """A backbone for square images of one size. A subclass adds its layers and ``forward``.
 
-    The attributes are documented in ``FixedSizeModel`` in ``modeling/contracts.py``.
+    The arguments of the constructor are attributes of the model.
     """
 
     mapper_name: str

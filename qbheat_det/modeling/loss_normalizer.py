@@ -3,7 +3,7 @@
 
 RetinaNet (arXiv:1708.02002) and FCOS (arXiv:2006.09214) divide their losses by the number of
 positive anchors or locations. Detectron2 divides by a running mean of this number. There, each
-process keeps its own mean, which is lost on resume. Here the mean is over all processes, updated
+process has another mean, and it is lost on resume. Here, the mean is over all processes, updated
 once per step, and saved in checkpoints.
 """
 
@@ -19,13 +19,17 @@ from torch import Tensor
 
 from .cached_images import find_cached_images
 
-COUNT = "num_positives"  # ``losses`` returns the count under this key, next to the losses
+COUNT = "num_positives"
+"""Key of the number of positive anchors in the result of ``losses``."""
 _MOMENTUM = 0.9  # of the running mean, as in Detectron2
 
 
 class SyncNormalizer(DenseDetector):
-    """Mixin that divides the losses of RetinaNet or FCOS by a running mean of the number of
-    positive anchors in all processes together. It also lets them train on cached features."""
+    """Mixin that divides the losses of RetinaNet or FCOS by a running mean over all processes.
+
+    The running mean is that of the number of positive anchors. The mixin also lets the detectors
+    train on cached features.
+    """
 
     first_normalizer: float
     """Initial value of the running mean, as in Detectron2."""
@@ -34,25 +38,29 @@ class SyncNormalizer(DenseDetector):
     def __init__(self, **kwargs: Any) -> None:
         """Takes the detector's arguments."""
         super().__init__(**kwargs)
-        # Named as in Detectron2.
+        # The name is that of Detectron2's attribute, which is not a buffer.
         self.register_buffer("loss_normalizer", torch.tensor(self.first_normalizer))
         self.loss_normalizer: Tensor
 
     def forward(
         self, batched_inputs: list[dict[str, Any]], normalizers: Tensor | None = None
     ) -> Any:
-        """Same as in the base class. In training, ``normalizers`` (1,) divides the losses. By
-        default, it is computed from the batches of all processes."""
+        """Returns losses in training, and detections in evaluation.
+
+        ``normalizers`` (1,) is the divisor of the losses. By default, it is computed from the
+        batches of all processes.
+        """
         outputs = super().forward(batched_inputs)
         if not self.training:
             return outputs
-        count = outputs.pop(COUNT)
         if normalizers is None:
+            count = outputs[COUNT]
             num_processes = comm.get_world_size()
             if num_processes > 1:
                 torch.distributed.all_reduce(count)
             normalizers = self.loss_normalizers(count, num_processes)
-        return {name: total / normalizers[0] for name, total in outputs.items()}
+        divisor = normalizers[0]
+        return {name: total / divisor for name, total in outputs.items() if name != COUNT}
 
     def losses(
         self, anchors: Any, pred_logits: list[Tensor], gt_labels: list[Tensor], *others: Any
@@ -64,40 +72,46 @@ class SyncNormalizer(DenseDetector):
     def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
         """Returns the number (1,) of positive anchors in a batch. Does not run the backbone."""
         height, width = self.preprocess_image(batched_inputs).tensor.shape[-2:]
-        maps = [
-            torch.empty(0, math.ceil(height / stride), math.ceil(width / stride))
-            for stride in self.anchor_generator.strides
-        ]
-        truth = [entry["instances"].to(self.device) for entry in batched_inputs]
-        labels, _ = self.label_anchors(self.anchor_generator(maps), truth)
-        return self.count_positives(labels)
+        # The anchor generator only reads the height and width of feature maps.
+        empty_maps = []
+        for stride in self.anchor_generator.strides:
+            map_height = math.ceil(height / stride)
+            map_width = math.ceil(width / stride)
+            empty_maps.append(torch.empty(0, map_height, map_width))
+        anchors = self.anchor_generator(empty_maps)
+        gt_instances = [entry["instances"].to(self.device) for entry in batched_inputs]
+        gt_labels, _ = self.label_anchors(anchors, gt_instances)
+        return self.count_positives(gt_labels)
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
-        """Updates the running mean with the number of positive anchors (1,). Returns the divisor of
-        each micro-batch."""
+        """Updates the running mean, and returns the divisor (1,) of each micro-batch's losses.
+
+        ``counts`` (1,) is the number of positive anchors in all ``parts`` micro-batches of a step.
+        """
         count = counts[0].clamp(min=1)
         self.loss_normalizer.mul_(_MOMENTUM).add_(count, alpha=1 - _MOMENTUM)
         return self.loss_normalizer[None] / parts
 
     def count_positives(self, gt_labels: list[Tensor]) -> Tensor:
-        """Returns the number (1,) of positives among labels (R,) of each image."""
+        """Returns the number (1,) of positive anchors. ``gt_labels`` are (R,) for each image."""
         labels = torch.stack(gt_labels)  # (N, R): -1 is ignored, K is background
         is_positive = (labels >= 0) & (labels != self.num_classes)
         return is_positive.sum().float()[None]
 
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
-        """Same as in the base class. Inputs with the key "features" become ``CachedImages``."""
+        """Normalizes and pads the images. Inputs with "features" become ``CachedImages``."""
         cached = find_cached_images(batched_inputs, self.backbone.size_divisibility, self.device)
         if cached is not None:
             return cached
         return super().preprocess_image(batched_inputs)
 
     def _ema_update(self, *args: Any, **kwargs: Any) -> float:
-        return 1.0  # so that the detector does not divide; ``forward`` does
+        # Detectron2's ``losses`` divides by this value. Here, ``forward`` divides instead.
+        return 1.0
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # Checkpoints of Detectron2's class do not contain this buffer.
+        # Checkpoints of Detectron2's class do not contain the running mean, which then stays as is.
         state_dict.setdefault(f"{prefix}loss_normalizer", self.loss_normalizer)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

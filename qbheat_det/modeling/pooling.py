@@ -18,9 +18,12 @@ from .checks import check_value
 class PooledFeatures(nn.Module):
     """Pools a backbone's outputs to one vector per image, without parameters.
 
-    ``channels`` C is the width of the feature map ``in_feature``. ``token_dim`` D is the width of
-    the tokens (0 without tokens). The vector has ``width`` C + D. ``in_features`` are the names of
-    the backbone's outputs that are read.
+    Attributes:
+        in_feature: name of the feature map.
+        in_features: names of all outputs of the backbone that are read.
+        channels: C, the channels of the feature map.
+        token_dim: D, the width of the tokens, or 0 without tokens.
+        width: C + D, the length of the vector.
     """
 
     def __init__(self, *, input_shape: Mapping[str, ShapeSpec], in_feature: str) -> None:
@@ -46,7 +49,7 @@ class PooledFeatures(nn.Module):
         return self.join_token(pooled, features)
 
     def join_token(self, pooled: Tensor, features: Mapping[str, Tensor]) -> Tensor:
-        """Concatenates pooled features (N, E) with the first token, if there are tokens."""
+        """Concatenates pooled features (N, E) with the first token (N, D), if there are tokens."""
         if "tokens" not in self.in_features:
             return pooled
         return torch.cat([pooled, features["tokens"][:, 0]], dim=1)

@@ -1,8 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """RetinaNet with losses normalized over all processes, and ATSS as an option.
 
-RetinaNet (arXiv:1708.02002) assigns anchors by fixed IoU thresholds, which few anchors reach for a
-small box. With ATSS, see ``atss.py``, one anchor per position is enough.
+RetinaNet (arXiv:1708.02002) assigns anchors to boxes by fixed IoU thresholds. For a small box, few
+anchors reach them. ATSS (``atss.py``) computes a threshold for each box instead. With ATSS, one
+anchor per position is enough.
 
 In shapes, R is the number of anchors of all levels.
 """
@@ -34,7 +35,7 @@ class SyncRetinaNet(SemiSupervisedDetector, RetinaNet):
     arXiv:2006.04388), and boxes learn with the GIoU loss.
     """
 
-    first_normalizer = 100.0
+    first_normalizer = 100.0  # as in Detectron2
 
     @configurable
     def __init__(
@@ -62,16 +63,22 @@ class SyncRetinaNet(SemiSupervisedDetector, RetinaNet):
     def label_anchors(
         self, anchors: list[Boxes], gt_instances: list[Instances]
     ) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the class (R,) and the box (R, 4) of each anchor, per image.
+
+        The class K is background, and -1 is ignored.
+        """
         if self.assigner is None:
             return super().label_anchors(anchors, gt_instances)
-        labels = []
-        boxes = []
-        for truth in gt_instances:
-            index = self.assigner(anchors, truth.gt_boxes)
-            # Index -1 is the appended entry: background, which has no box.
-            labels.append(F.pad(truth.gt_classes, (0, 1), value=self.num_classes)[index])
-            boxes.append(F.pad(truth.gt_boxes.tensor, (0, 0, 0, 1))[index])
-        return labels, boxes
+        gt_labels = []
+        gt_boxes = []
+        for instances in gt_instances:
+            index = self.assigner(anchors, instances.gt_boxes)  # (R,), -1 for background
+            # An entry for background is appended, which index -1 selects.
+            classes = F.pad(instances.gt_classes, (0, 1), value=self.num_classes)
+            boxes = F.pad(instances.gt_boxes.tensor, (0, 0, 0, 1))
+            gt_labels.append(classes[index])
+            gt_boxes.append(boxes[index])
+        return gt_labels, gt_boxes
 
     def losses(
         self,
@@ -81,22 +88,33 @@ class SyncRetinaNet(SemiSupervisedDetector, RetinaNet):
         pred_anchor_deltas: list[Tensor],
         gt_boxes: list[Tensor],
     ) -> dict[str, Tensor]:
+        """Returns the sums of the losses and, as ``COUNT``, the number of positive anchors.
+
+        Args:
+            anchors: anchors of each level, XYXY in pixels.
+            pred_logits: class logits (N, R_i, K) of each level with R_i anchors.
+            gt_labels: classes (R,) of each image. K is background, and -1 is ignored.
+            pred_anchor_deltas: box deltas (N, R_i, 4) of each level.
+            gt_boxes: boxes (R, 4) of each image, XYXY in pixels.
+        """
         if self.assigner is None:
             return super().losses(anchors, pred_logits, gt_labels, pred_anchor_deltas, gt_boxes)
-        # (N, R), (N, R, K), and the image and row of each of P positive anchors.
-        labels = torch.stack(gt_labels)
-        logits = torch.cat(pred_logits, dim=1).float()
-        image, row = (labels != self.num_classes).nonzero(as_tuple=True)
+        labels = torch.stack(gt_labels)  # (N, R)
+        logits = torch.cat(pred_logits, dim=1).float()  # (N, R, K)
+        deltas = torch.cat(pred_anchor_deltas, dim=1).float()  # (N, R, 4)
 
-        # (P, 4), XYXY in pixels.
-        deltas = torch.cat(pred_anchor_deltas, dim=1).float()[image, row]
-        positive_anchors = Boxes.cat(anchors).tensor[row]
-        predicted_boxes = self.box2box_transform.apply_deltas(deltas, positive_anchors)
-        true_boxes = torch.stack(gt_boxes)[image, row]
+        # Image and anchor of each of P positives.
+        image, anchor = (labels != self.num_classes).nonzero(as_tuple=True)
+        positive_anchors = Boxes.cat(anchors).tensor[anchor]  # (P, 4)
+        predicted_boxes = self.box2box_transform.apply_deltas(
+            deltas[image, anchor], positive_anchors
+        )
+        true_boxes = torch.stack(gt_boxes)[image, anchor]
 
+        # The target of a positive anchor is the IoU for its class, and 0 for other classes.
         targets = torch.zeros_like(logits)
         overlaps = matched_pairwise_iou(Boxes(predicted_boxes.detach()), Boxes(true_boxes))
-        targets[image, row, labels[image, row]] = overlaps
+        targets[image, anchor, labels[image, anchor]] = overlaps
         class_losses = quality_focal_loss(logits, targets, self.focal_loss_gamma)
         box_losses = generalized_box_iou_loss(predicted_boxes, true_boxes)
         return {

@@ -168,10 +168,10 @@ def _rename_prefix(
             if old_name in state_dict:
                 state_dict[new_name] = state_dict.pop(old_name)
 
-    # Older BatchNorms do not save num_batches_tracked.
+    # Frozen BatchNorms have no num_batches_tracked.
     needed = [name for name in encoder_names if not name.endswith("num_batches_tracked")]
     missing = [name for name in needed if expected_prefix + name not in state_dict]
-    # Without any tensor of the encoder, the model may be loaded on purpose from other weights.
+    # A file without any tensor of the encoder is wrong only if it has other tensors instead.
     is_partial = 0 < len(missing) < len(needed)
     has_other_tensors = bool(unexpected_keys if prefix else state_dict)
     if is_partial or (missing and has_other_tensors):

@@ -195,7 +195,7 @@ class MobileFormer(Backbone):
 
     @staticmethod
     def group_matcher() -> dict[str, str]:
-        """Returns patterns of parameter names, as in timm: stem, blocks and last layers."""
+        """Returns patterns of parameter names for the stem, the blocks and the last layers."""
         return {
             "stem": r"^(?:stem\.|tokens$)",
             "blocks": r"^stages\.(\d+)\.(\d+)\.",

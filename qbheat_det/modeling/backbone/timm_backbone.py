@@ -40,7 +40,7 @@ class TimmBackbone(Backbone):
     """
 
     freeze_all = 5
-    """See ``get_freeze_all`` in ``modeling/contracts.py``."""
+    """The lowest ``freeze_at`` that freezes the whole network."""
 
     def __init__(
         self, *, name: str, out_features: Sequence[str], freeze_at: int = 0, in_channels: int = 3
@@ -62,65 +62,78 @@ class TimmBackbone(Backbone):
         super().__init__()
         check_value(freeze_at >= 0, "BACKBONE.FREEZE_AT", freeze_at, "at least 0")
         check_timm_name(name)
-        self.timm_name = name  # see ``modeling/contracts.py``
+        self.timm_name = name
         self.net = timm.create_model(name, pretrained=False, in_chans=in_channels)
         for path, module in list(self.net.named_modules()):
             if type(module) is Conv2dSame:
                 self.net.set_submodule(path, TraceableConv2dSame.from_conv(module))
             elif type(module) is nn.ReLU6 and module.inplace:
                 self.net.set_submodule(path, LeanReLU6(inplace=True))
-        infos = _list_maps(self.net, name)
+        infos = _list_maps(self.net, name)  # timm's description of each feature map
         if not out_features or set(out_features) - set(infos):
             raise ValueError(f"outputs of timm's '{name}' are {[*infos]}, not {list(out_features)}")
         # Sorted from the first to the last stage.
         self._out_features = sorted(set(out_features), key=lambda key: infos[key]["index"])
-        whole = set(self.net.state_dict())
+        names_before = set(self.net.state_dict())
         self._indices = self.net.prune_intermediate_layers(
             [infos[key]["index"] for key in self._out_features], prune_norm=True
         )
-        # Checkpoints of the whole model contain these modules.
-        removed = {key.rpartition(".")[0] for key in whole - set(self.net.state_dict())} - {""}
-        self.optional_modules = tuple(f"net.{path}" for path in sorted(removed))
+        # Checkpoints of the whole model contain the removed modules.
+        removed_modules: set[str] = set()
+        for tensor_name in names_before - set(self.net.state_dict()):
+            module, _, _ = tensor_name.rpartition(".")
+            if module:  # not a parameter of the network itself
+                removed_modules.add(module)
+        self.optional_modules = tuple(f"net.{module}" for module in sorted(removed_modules))
         # Detectron2's Backbone builds output_shape() from these two.
         self._out_feature_channels = {key: infos[key]["num_chs"] for key in self._out_features}
         self._out_feature_strides = {key: infos[key]["reduction"] for key in self._out_features}
-        self._freeze(freeze_at, self._trace(name, infos, in_channels))
+        sources = self._find_sources(name, infos, in_channels)
+        self._freeze(freeze_at, sources)
         accept_prefixes(self)
 
     @property
     def size_divisibility(self) -> int:
-        """The coarsest stride. Images are padded because networks round odd sizes differently."""
+        """The coarsest stride. Height and width of images must be multiples of it.
+
+        Networks differ in how they round other sizes.
+        """
         return max(self._out_feature_strides.values())
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """Takes padded images (N, 3, H, W). Returns feature maps (N, C, H / s, W / s) by name."""
-        return dict(zip(self._out_features, self._maps(x, self._indices), strict=True))
+        feature_maps = self._compute_maps(x, self._indices)
+        return dict(zip(self._out_features, feature_maps, strict=True))
 
-    def _maps(self, x: Tensor, indices: Sequence[int]) -> list[Tensor]:
+    def _compute_maps(self, x: Tensor, indices: Sequence[int]) -> list[Tensor]:
+        """Returns the feature maps (N, C, H / s, W / s) at timm's ``indices``."""
         return self.net.forward_intermediates(
             x, indices=list(indices), output_fmt="NCHW", intermediates_only=True
         )
 
-    def _trace(
+    def _find_sources(
         self, name: str, infos: Mapping[str, dict[str, Any]], in_channels: int
     ) -> dict[str, set[str]]:
-        """Runs the network once. Returns the names of the parameters that each map depends on."""
-        last = max(self._indices)
-        built = {key: info for key, info in infos.items() if info["index"] <= last}
+        """Runs the network once. Returns the names of the parameters that each map depends on.
+
+        Raises a ``UserError`` if a feature map does not have the shape that timm lists.
+        """
+        last_index = max(self._indices)
+        built = {key: info for key, info in infos.items() if info["index"] <= last_index}
         parameters = dict(self.net.named_parameters())
         device = next(iter(parameters.values())).device
         x = torch.zeros(1, in_channels, *_PROBE_SIZE, device=device)
         self.net.eval()
         with torch.enable_grad():
             try:
-                maps = self._maps(x, [info["index"] for info in built.values()])
+                feature_maps = self._compute_maps(x, [info["index"] for info in built.values()])
             except Exception as error:  # models raise errors of many types
                 raise _refusal(name, f"({type(error).__name__})") from error
-            sources = {}
-            for (key, info), feature_map in zip(built.items(), maps, strict=True):
-                size = [math.ceil(side / info["reduction"]) for side in _PROBE_SIZE]
+            sources: dict[str, set[str]] = {}
+            for (key, info), feature_map in zip(built.items(), feature_maps, strict=True):
+                height, width = (math.ceil(side / info["reduction"]) for side in _PROBE_SIZE)
+                expected = (info["num_chs"], height, width)
                 shape = tuple(feature_map.shape[1:])
-                expected = (info["num_chs"], *size)
                 if shape != expected:
                     raise _refusal(name, f"('{key}' is {shape}, not {expected})")
                 gradients = torch.autograd.grad(
@@ -129,23 +142,28 @@ class TimmBackbone(Backbone):
                     allow_unused=True,
                     retain_graph=True,
                 )
-                sources[key] = {
-                    parameter
-                    for parameter, gradient in zip(parameters, gradients, strict=True)
-                    if gradient is not None
-                }
+                # The gradient is None for parameters that the feature map does not depend on.
+                sources[key] = set()
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    if gradient is not None:
+                        sources[key].add(parameter)
         self.net.train()
         return sources
 
     def _freeze(self, freeze_at: int, sources: Mapping[str, set[str]]) -> None:
-        """Freezes layers (see the constructor), and parameters that no output depends on."""
+        """Freezes the first layers, and parameters that no output depends on.
+
+        ``sources`` are the names of the parameters that each feature map depends on. ``freeze_at``
+        k freezes the sources of the feature maps of stride 2^k or less. 0 freezes none.
+        """
         used: set[str] = set()
         frozen: set[str] = set()
         for key, names in sources.items():
-            stride = int(key.removeprefix("s"))
             if key in self._out_features:
                 used |= names
-            if freeze_at >= self.freeze_all or (freeze_at > 0 and stride <= 2**freeze_at):
+            stride = int(key.removeprefix("s"))
+            is_in_frozen_stage = freeze_at > 0 and stride <= 2**freeze_at
+            if is_in_frozen_stage or freeze_at >= self.freeze_all:
                 frozen |= names
         for name, parameter in self.net.named_parameters():
             # In networks with several branches, some remaining parameters reach no output.
@@ -158,7 +176,7 @@ class TimmBackbone(Backbone):
 def list_outputs(name: str) -> list[str]:
     """Lists a timm model's feature maps, finest first. Raises a ``UserError`` if it has none."""
     check_timm_name(name)
-    with torch.device("meta"):
+    with torch.device("meta"):  # allocates no weights
         return list(_list_maps(timm.create_model(name, pretrained=False), name))
 
 
@@ -175,6 +193,7 @@ def _list_maps(net: nn.Module, name: str) -> dict[str, dict[str, Any]]:
 
 
 def _refusal(name: str, reason: str) -> UserError:
+    """Returns the error for a timm model that cannot be a backbone."""
     return UserError(
         f"timm's '{name}' has no maps at fixed strides for images of any size {reason}: choose a "
         "convolutional network, such as resnet18, efficientnet_b0, mobilenetv4_conv_small or "
@@ -239,6 +258,8 @@ class LeanReLU6(nn.ReLU6):
 
 
 class _ReLU6(torch.autograd.Function):
+    """ReLU6 in place, whose backward pass reads the output instead of the input."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.mark_dirty(x)
@@ -249,16 +270,17 @@ class _ReLU6(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors  # exactly 0 or 6 where the input was out of range
+        # The output is exactly 0 or 6 where the input was out of range, so the gradient is 0 there.
+        (y,) = ctx.saved_tensors
         return torch.ops.aten.hardtanh_backward(gradient, y, 0.0, 6.0)
 
 
 class TraceableConv2dSame(Conv2dSame):
     """``Conv2dSame`` that pads by a fixed amount when traced with dynamic image sizes.
 
-    This equals "same" padding if the sides of the input are multiples of the stride, which holds
-    for traced models. With timm's expression for the padding, ``torch.export`` of a whole network
-    does not terminate.
+    With timm's expression for the padding, which depends on the image size, ``torch.export`` of a
+    whole network does not terminate. The fixed padding equals "same" padding if height and width
+    of the input are multiples of the stride. In traced models they are.
     """
 
     @classmethod
@@ -279,17 +301,24 @@ class TraceableConv2dSame(Conv2dSame):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
-        is_known = all(type(side) is int for side in x.shape[2:])
-        if is_known or not torch.compiler.is_compiling():
+        """Takes a feature map (N, C, H, W). Returns (N, C', H / stride, W / stride), rounded up."""
+        is_fixed_size = type(x.shape[2]) is int and type(x.shape[3]) is int
+        if is_fixed_size or not torch.compiler.is_compiling():
             return super().forward(x)
-        height, width = (
-            max(dilation * (kernel - 1) + 1 - stride, 0)
-            for kernel, stride, dilation in zip(
-                self.kernel_size, self.stride, self.dilation, strict=True
-            )
-        )
-        sides = (width // 2, width - width // 2, height // 2, height - height // 2)
-        x = functional.pad(x, sides)
+        total_padding = []  # of rows and columns
+        for axis in (0, 1):
+            extent = self.dilation[axis] * (self.kernel_size[axis] - 1) + 1
+            total_padding.append(max(extent - self.stride[axis], 0))
+        rows, columns = total_padding
+        top = rows // 2
+        left = columns // 2
+        x = functional.pad(x, (left, columns - left, top, rows - top))
         return functional.conv2d(
-            x, self.weight, self.bias, self.stride, 0, self.dilation, self.groups
+            x,
+            self.weight,
+            self.bias,
+            self.stride,
+            padding=0,
+            dilation=self.dilation,
+            groups=self.groups,
         )

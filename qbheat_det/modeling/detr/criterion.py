@@ -2,12 +2,13 @@
 """The set prediction loss of DETR: one-to-one matching of boxes to queries, then losses.
 
 Paper: "End-to-End Object Detection with Transformers", arXiv:2005.12872, Sec. 3.1. Deviation: the
-costs of all decoder blocks and images are computed on the device and copied to the CPU at once, for
-SciPy's solver.
+matching costs of all decoder blocks and images are computed on the device. They are copied to the
+CPU in one transfer, for SciPy's solver.
 
 Focal loss: arXiv:1708.02002. IoU targets follow "Generalized Focal Loss", arXiv:2006.04388. The
-matching cost follows "Deformable DETR", arXiv:2010.04159. Deviations: targets may be a mixture of
-1 and the IoU (``iou_target``), and losses are weighted by the alpha of the original focal loss.
+matching cost of the focal loss follows "Deformable DETR", arXiv:2010.04159. Deviations: the target
+of a match may be between the IoU and 1 (``iou_target``), and losses are weighted by the alpha of
+the original focal loss.
 """
 
 import math
@@ -27,10 +28,12 @@ from qbheat_det.modeling.checks import check_value
 
 @dataclass(frozen=True)
 class Targets:
-    """Ground truth of a batch, padded to the image with the most boxes (T of them).
+    """Ground truth of a batch, padded to T, the largest number of boxes in an image.
 
-    ``labels`` is (N, T) in [0, K). ``boxes`` is (N, T, 4), cxcywh in [0, 1] of the unpadded image.
-    ``counts`` is the number of boxes per image, without padding.
+    Attributes:
+        labels: classes (N, T), in [0, K).
+        boxes: (N, T, 4), cxcywh in [0, 1] of the unpadded image.
+        counts: number of boxes of each image, without padding.
     """
 
     labels: Tensor
@@ -42,32 +45,33 @@ class Targets:
         """Pads and stacks the labels (T_i,) and boxes (T_i, 4) of each image."""
         return cls(
             labels=pad_sequence(labels, batch_first=True),
-            # Padding boxes are not empty, so that no union is 0. They are never matched.
+            # Boxes with an area, so that the IoU is not 0 / 0. These boxes are never matched.
             boxes=pad_sequence(boxes, batch_first=True, padding_value=1.0),
-            counts=tuple(len(each) for each in labels),
+            counts=tuple(len(image_labels) for image_labels in labels),
         )
 
 
 class Matches(NamedTuple):
-    """Indices (P,) of decoder block, image, query and target for each of P matched queries."""
+    """P matches of a query with a target, as indices (P,)."""
 
-    block: Tensor
-    image: Tensor
-    query: Tensor
-    target: Tensor
+    block: Tensor  # decoder block
+    image: Tensor  # image of the batch
+    query: Tensor  # query of the image
+    target: Tensor  # box of the image
 
 
 class SoftmaxClassification:
     """DETR's softmax over K + 1 classes, with a smaller weight for unmatched queries.
 
-    The last class is "no object". ``initial_bias`` is the initial bias of the logits. The loss of
-    an effective batch is divided by at least ``least_normalizer``. ``reads_quality`` tells whether
-    ``loss`` uses ``quality``.
+    The last class is "no object".
     """
 
     initial_bias = 0.0
-    least_normalizer = 1e-6  # the divisor is 0 only if the sum is 0
+    """Initial bias of the logits."""
+    least_normalizer = 1e-6
+    """Lower bound of the divisor of the loss. The divisor is 0 only if the loss is 0."""
     reads_quality = False
+    """Whether ``loss`` uses its argument ``quality``."""
 
     def __init__(self, *, no_object_weight: float = 0.1) -> None:
         """Takes the weight of unmatched queries."""
@@ -82,9 +86,10 @@ class SoftmaxClassification:
             quality: (N, …), IoU of the predicted box with the matched box, without gradient. 0 for
                 unmatched queries.
         """
-        weight = logits.new_ones(logits.shape[-1])
-        weight[-1] = self.no_object_weight
-        return F.cross_entropy(logits.movedim(-1, 1), classes, weight, reduction="none")
+        class_weights = logits.new_ones(logits.shape[-1])  # (K + 1,)
+        class_weights[-1] = self.no_object_weight
+        # cross_entropy expects the classes in the second dimension.
+        return F.cross_entropy(logits.movedim(-1, 1), classes, class_weights, reduction="none")
 
     def normalizer(self, matched: int, unmatched: int) -> float:
         """Takes the numbers of matched and unmatched queries. Returns the divisor of the loss."""
@@ -104,8 +109,8 @@ class FocalClassification:
 
     The loss of a class is the binary cross-entropy between its probability p and its target t. It
     is multiplied by abs(t - p)^gamma, and by alpha for the true class or 1 - alpha for other
-    classes. ``iou_target`` 0 gives RetinaNet's focal loss, and 1 the quality focal loss. The class
-    has the methods of ``SoftmaxClassification``.
+    classes. With ``iou_target`` 0, this is RetinaNet's focal loss. With 1, the true class learns
+    the IoU, as in the quality focal loss. The methods are those of ``SoftmaxClassification``.
     """
 
     least_normalizer = 1.0
@@ -123,7 +128,7 @@ class FocalClassification:
         Args:
             gamma: exponent of the distance between target and prediction.
             alpha: weight of the true class. All other classes have the weight 1 - alpha.
-            iou_target: weight of the IoU in the target of a match. With 0, the target is 1.
+            iou_target: weight w of the IoU in the target of the true class, 1 - w + w * IoU.
             prior: initial probability of each class.
 
         Raises:
@@ -140,23 +145,32 @@ class FocalClassification:
         self.initial_bias = -math.log((1 - prior) / prior)
 
     def loss(self, logits: Tensor, classes: Tensor, quality: Tensor) -> Tensor:
-        logits = logits[..., :-1]
-        is_true = classes[..., None] == torch.arange(logits.shape[-1], device=logits.device)
-        target = (1 - self.iou_target * (1 - quality))[..., None] * is_true
-        entropy = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
-        balance = self.alpha * is_true + (1 - self.alpha) * ~is_true
+        """Returns the loss (N, …) of each query, summed over classes."""
+        logits = logits[..., :-1]  # (N, …, K)
+        class_indices = torch.arange(logits.shape[-1], device=logits.device)
+        is_true_class = classes[..., None] == class_indices  # (N, …, K)
+        target_of_true_class = 1 - self.iou_target * (1 - quality)  # (N, …)
+        target = target_of_true_class[..., None] * is_true_class
+        cross_entropy = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
+        class_weight = self.alpha * is_true_class + (1 - self.alpha) * ~is_true_class
         distance = (target - logits.sigmoid()).abs()
-        return (balance * distance.pow(self.gamma) * entropy).sum(dim=-1)
+        return (class_weight * distance.pow(self.gamma) * cross_entropy).sum(dim=-1)
 
     def normalizer(self, matched: int, unmatched: int) -> float:
+        """Returns the number of matched queries as the divisor of the loss."""
         return float(matched)
 
     def scores(self, logits: Tensor) -> Tensor:
+        """Takes logits (…, K + 1) and returns class probabilities (…, K)."""
         return logits[..., :-1].sigmoid()
 
     def matching_cost(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Returns (focal loss if the class is true) - (focal loss if it is false) as the cost."""
-        logits = logits.gather(-1, labels)
+        """Takes logits (…, K + 1) and classes (…, T). Returns the costs (…, T).
+
+        The cost of a class is its focal loss if it is the true class, minus its focal loss if it is
+        not. Targets are 1 and 0.
+        """
+        logits = logits.gather(-1, labels)  # (…, T)
         p = logits.sigmoid()
         loss_if_true = -self.alpha * (1 - p).pow(self.gamma) * F.logsigmoid(logits)
         loss_if_false = -(1 - self.alpha) * p.pow(self.gamma) * F.logsigmoid(-logits)
@@ -198,9 +212,9 @@ class SetCriterion(nn.Module):
     def forward(
         self, outputs: dict[str, Tensor], targets: Targets, normalizers: Tensor
     ) -> dict[str, Tensor]:
-        """Returns the weighted losses "loss_ce", "loss_bbox" and "loss_giou" of all L blocks.
+        """Returns the weighted losses "loss_ce", "loss_bbox" and "loss_giou" of the last block.
 
-        The names for all blocks but the last have the suffix "_0", "_1", ….
+        The losses of the other blocks have the suffix "_0", "_1", and so on.
 
         Args:
             outputs: predictions of L blocks: "pred_logits" (L, N, Q, K + 1) and "pred_boxes" (L, N,
@@ -229,22 +243,33 @@ class SetCriterion(nn.Module):
         """
         from scipy.optimize import linear_sum_assignment  # half a second, in training only
 
-        cost = self.matching_cost(logits.float(), boxes.float(), targets).cpu().numpy()
+        costs = self.matching_cost(logits.float(), boxes.float(), targets).cpu().numpy()
+        num_blocks, num_images = costs.shape[:2]
+        # Each column is a match: block, image, query, target.
         columns = [np.empty((4, 0), dtype=np.int64)]
-        for block, image in np.ndindex(*cost.shape[:2]):
-            num_boxes = targets.counts[image]
-            query, target = linear_sum_assignment(cost[block, image, :, :num_boxes])
-            where = np.broadcast_to([[block], [image]], (2, len(query)))
-            columns.append(np.concatenate([where, query[None], target[None]]))
+        for block in range(num_blocks):
+            for image in range(num_images):
+                num_boxes = targets.counts[image]
+                cost = costs[block, image, :, :num_boxes]  # (Q, T_i), without padding
+                query, target = linear_sum_assignment(cost)
+                block_index = np.full_like(query, block)
+                image_index = np.full_like(query, image)
+                columns.append(np.stack([block_index, image_index, query, target]))
         index = torch.from_numpy(np.concatenate(columns, axis=1))
         return Matches(*index.to(boxes.device, non_blocking=True))
 
     def matching_cost(self, logits: Tensor, boxes: Tensor, targets: Targets) -> Tensor:
-        """Returns costs (L, N, Q, T). Columns beyond an image's number of boxes are padding."""
-        labels = targets.labels[None, :, None].expand(*logits.shape[:3], -1)
-        distance = torch.cdist(boxes, targets.boxes[None].expand(len(boxes), -1, -1, -1), p=1)
+        """Returns the cost of each pair of a query and a target, (L, N, Q, T).
+
+        Takes logits (L, N, Q, K + 1) and boxes (L, N, Q, 4). Columns beyond an image's number of
+        boxes are padding.
+        """
+        labels = targets.labels[None, :, None].expand(*logits.shape[:3], -1)  # (L, N, Q, T)
+        true_boxes = targets.boxes[None].expand(len(boxes), -1, -1, -1)  # (L, N, T, 4)
+        distance = torch.cdist(boxes, true_boxes, p=1)  # (L, N, Q, T)
         predicted = box_convert(boxes, "cxcywh", "xyxy")
         true = box_convert(targets.boxes, "cxcywh", "xyxy")
+        # For each image (inner vmap) of each block (outer vmap). All blocks have the same targets.
         pairwise_giou = torch.vmap(torch.vmap(generalized_box_iou), in_dims=(0, None))
         cost = (
             self.l1_weight * distance
@@ -264,24 +289,30 @@ class SetCriterion(nn.Module):
     ) -> dict[str, Tensor]:
         """Returns weighted losses (L,) per block: "loss_ce", "loss_bbox" and "loss_giou".
 
-        ``logits`` and ``boxes`` are in float32, see ``forward``. For ``matches``, see ``match``.
+        Args:
+            logits: (L, N, Q, K + 1), float32.
+            boxes: (L, N, Q, 4), float32, cxcywh in [0, 1] of the unpadded image.
+            targets: ground truth of the N images.
+            normalizers: (2,), divisors of the class loss and of the box losses.
+            matches: the P matched queries, and the target of each.
         """
         class_normalizer, box_normalizer = normalizers
         matched_queries = (matches.block, matches.image, matches.query)
         predicted_boxes = boxes[matched_queries]  # (P, 4)
         true_boxes = targets.boxes[matches.image, matches.target]  # (P, 4)
 
+        # (L, N, Q), the class and the IoU of the matched box. Without a match, K and 0.
         classes = torch.full(logits.shape[:3], self.num_classes, device=logits.device)
         classes[matched_queries] = targets.labels[matches.image, matches.target]
         quality = boxes.new_zeros(classes.shape)
         if self.classification.reads_quality:
-            overlaps = _pair_by_pair(box_iou, predicted_boxes.detach(), true_boxes)
+            overlaps = _paired_overlap(box_iou, predicted_boxes.detach(), true_boxes)
             quality[matched_queries] = overlaps
         class_losses = self.classification.loss(logits, classes, quality)  # (L, N, Q)
         l1_losses = (predicted_boxes - true_boxes).abs().sum(dim=-1)  # (P,)
-        giou_losses = 1 - _pair_by_pair(generalized_box_iou, predicted_boxes, true_boxes)  # (P,)
+        giou_losses = 1 - _paired_overlap(generalized_box_iou, predicted_boxes, true_boxes)  # (P,)
 
-        class_sums = class_losses.sum(dim=(1, 2))
+        class_sums = class_losses.sum(dim=(1, 2))  # (L,)
         zeros = boxes.new_zeros(len(boxes))
         l1_sums = zeros.index_add(0, matches.block, l1_losses)
         giou_sums = zeros.index_add(0, matches.block, giou_losses)
@@ -294,20 +325,31 @@ class SetCriterion(nn.Module):
     def normalizers(self, counts: Sequence[int], num_queries: int) -> tuple[float, float]:
         """Returns the divisor of the class loss and the divisor of the box losses.
 
-        All decoder blocks use the same two. ``counts`` are the numbers of boxes per image.
+        They are the same for all decoder blocks. ``counts`` are the numbers of boxes per image.
         """
-        matched = sum(min(count, num_queries) for count in counts)
-        unmatched = len(counts) * num_queries - matched
-        return self.classification.normalizer(matched, unmatched), float(sum(counts))
+        num_matched = sum(min(count, num_queries) for count in counts)
+        num_unmatched = len(counts) * num_queries - num_matched
+        class_normalizer = self.classification.normalizer(num_matched, num_unmatched)
+        box_normalizer = float(sum(counts))
+        return class_normalizer, box_normalizer
 
     def mean_normalizers(self, totals: Tensor, parts: int) -> Tensor:
-        """Takes the sums (…, 2) of ``normalizers`` over ``parts`` batches. Returns their means."""
-        least = torch.tensor([self.classification.least_normalizer, 1e-6])
-        return totals.maximum(least.to(totals.device, non_blocking=True)) / parts
+        """Takes the sums (…, 2) of ``normalizers`` over ``parts`` batches. Returns their means.
+
+        Lower bounds of the sums prevent a division by 0.
+        """
+        lower_bounds = torch.tensor([self.classification.least_normalizer, 1e-6])
+        lower_bounds = lower_bounds.to(totals.device, non_blocking=True)
+        return totals.maximum(lower_bounds) / parts
 
 
-def _pair_by_pair(overlap: Callable[..., Tensor], first: Tensor, second: Tensor) -> Tensor:
-    """Returns the overlaps (P,) of P pairs of boxes. Both arguments are (P, 4), cxcywh."""
-    first = box_convert(first, "cxcywh", "xyxy")[:, None]
+def _paired_overlap(overlap: Callable[..., Tensor], first: Tensor, second: Tensor) -> Tensor:
+    """Returns the overlap of each of P pairs of boxes, (P,).
+
+    ``overlap`` computes the overlaps (A, B) of A and B boxes, XYXY, such as ``box_iou``. ``first``
+    and ``second`` are (P, 4), cxcywh.
+    """
+    first = box_convert(first, "cxcywh", "xyxy")[:, None]  # (P, 1, 4)
     second = box_convert(second, "cxcywh", "xyxy")[:, None]
-    return torch.vmap(overlap)(first, second)[:, 0, 0]
+    overlaps = torch.vmap(overlap)(first, second)  # (P, 1, 1)
+    return overlaps[:, 0, 0]

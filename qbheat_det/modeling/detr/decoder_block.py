@@ -39,7 +39,7 @@ class DecoderWidths:
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        fits = not (self.dim % self.num_heads or self.dim % 4)
+        fits = self.dim % self.num_heads == 0 and self.dim % 4 == 0
         allowed = f"divisible by 4 and NHEADS ({self.num_heads})"
         check_value(fits, "MF_DETR.HIDDEN_DIM", self.dim, allowed)
 
@@ -56,11 +56,13 @@ class LevelMap:
     @property
     def ignored(self) -> Tensor | None:
         """A mask (N, HW), True at positions that attention ignores."""
-        return None if self.padding is None else self.padding.flatten(1)
+        if self.padding is None:
+            return None
+        return self.padding.flatten(1)
 
     def as_image(self, x: Tensor) -> Tensor:
         """Views (N, HW, C) as (N, C, H, W) in channels-last format, without a copy."""
-        # Unflattened before the permutation, so that strides are channels-last even for N = 1.
+        # unflatten comes before permute, so that strides are channels-last even for N = 1.
         return x.unflatten(1, tuple(self.size)).permute(0, 3, 1, 2)
 
 
@@ -100,8 +102,10 @@ class MaskedGroupNorm(nn.GroupNorm):
         if padding is None:
             return super().forward(x)
         valid = (~padding).to(x.dtype)[:, :, None]  # (N, 1, 1, H, W)
+        # (N, groups, C / groups, H, W), with zeros in the padding
         groups = zero_padding(x, padding).unflatten(1, (self.num_groups, -1))
-        count = valid.sum(dim=(2, 3, 4), keepdim=True) * groups.shape[2]
+        num_positions = valid.sum(dim=(2, 3, 4), keepdim=True)
+        count = num_positions * groups.shape[2]  # values of a group
         mean = groups.sum(dim=(2, 3, 4), keepdim=True) / count
         centred = (groups - mean) * valid
         variance = centred.square().sum(dim=(2, 3, 4), keepdim=True) / count
@@ -182,10 +186,14 @@ class LiteMobile(nn.Module):
         self.pointwise = pointwise(hidden, widths.dim, norm="")
 
     def forward(self, level: LevelMap, queries: Tensor) -> Tensor:
-        """See ``TransformerMobile.forward``. The dynamic ReLU uses ``queries[:, 0]``."""
-        image = zero_padding(level.as_image(level.x), level.padding)
+        """Returns the updated feature map (N, HW, C). ``queries`` are (N, Q, C).
+
+        The first query determines the slopes of the dynamic ReLU.
+        """
+        image = zero_padding(level.as_image(level.x), level.padding)  # (N, C, H, W)
         hidden = self.act(self.depthwise(image), queries[:, 0])
-        return level.x + self.pointwise(hidden).flatten(2).transpose(1, 2)
+        update = self.pointwise(hidden)  # (N, C, H, W)
+        return level.x + update.flatten(2).transpose(1, 2)
 
 
 class QueryToMap(nn.Module):
@@ -200,6 +208,7 @@ class QueryToMap(nn.Module):
 
     def forward(self, level: LevelMap, queries: Tensor, position: Tensor) -> Tensor:
         """Takes queries and positions (N, Q, C). Returns the updated feature map (N, HW, C)."""
+        # The feature map attends, so its positions are the queries of the attention.
         query = self._split_heads(level.x + level.position)
         key = self._split_heads(self.key(queries + position))
         value = self._split_heads(self.value(queries))
@@ -231,7 +240,8 @@ class DecoderBlock(nn.Module):
     ) -> tuple[Tensor, Tensor, LevelMap]:
         """Returns the updated queries (N, Q, C), positions (N, Q, C) and feature map."""
         queries, position = self.query_layer(queries, position, level)
-        if self.mobile is not None and self.query_to_map is not None:
-            level = replace(level, x=self.mobile(level, queries))
-            level = replace(level, x=self.query_to_map(level, queries, position))
+        if self.mobile is None or self.query_to_map is None:  # the last block
+            return queries, position, level
+        level = replace(level, x=self.mobile(level, queries))
+        level = replace(level, x=self.query_to_map(level, queries, position))
         return queries, position, level

@@ -79,8 +79,8 @@ class MFDecoder(nn.Module):
             num_blocks: number of blocks at strides 32 (M-F+), 16 and 8 (M-F-). The paper uses
                 (5, 2, 2) and (2, 1, 1).
             widths: sizes of the blocks, by default as in the paper.
-            norm: norm of the down- and up-convolutions, such as "BN", see Detectron2's
-                ``get_norm``.
+            norm: norm of the down- and up-convolutions, a name for Detectron2's ``get_norm`` such
+                as "BN".
             selection: selects the queries from the feature maps. By default, queries are learned.
 
         Raises:
@@ -105,11 +105,12 @@ class MFDecoder(nn.Module):
             self.query_position = nn.Embedding(num_queries, widths.dim)
         self.down = SeparableConv(channels[1], widths.dim, norm, stride=2)
         self.up = nn.ModuleList(SeparableConv(widths.dim, widths.dim, norm) for _ in range(2))
+        # At strides 16 and 8.
         self.laterals = nn.ModuleList(
             [Lateral(channels[1], widths.dim), Lateral(channels[0], widths.dim)]
         )
         self.coarsest: Lateral | None = None
-        if len(channels) == 3:
+        if len(channels) == 3:  # the backbone has an output at stride 32
             self.coarsest = Lateral(channels[2], widths.dim)
         self.levels = nn.ModuleList()
         for level, count in enumerate(num_blocks):
@@ -134,16 +135,17 @@ class MFDecoder(nn.Module):
         nn.init.zeros_(self.bbox_embed.last.weight)
         if self.selection is None:
             nn.init.normal_(self.query_position.weight)
-        else:  # the initial predictions are those of the selected positions
+        else:
+            # With zeros, the initial predictions are those of the selected positions.
             nn.init.zeros_(self.class_embed.weight)
             self.selection.reset_parameters()
 
     def forward(self, features: Sequence[Tensor], padding: Tensor | None = None) -> dict[str, Any]:
         """Returns "pred_logits" (L, N, Q, K + 1) and "pred_boxes" (L, N, Q, 4).
 
-        L is the number of blocks in training. In inference, L is 1 (the last block). Boxes are
-        cxcywh in [0, 1] of the unpadded image. In training with a ``selection``, also returns the
-        "proposals" from which queries are selected.
+        In training, these are the predictions of all L blocks. In inference, L is 1: only the last
+        block predicts. Boxes are cxcywh in [0, 1] of the unpadded image. In training with a
+        ``selection``, the dict also has the "proposals" from which queries are selected.
 
         Args:
             features: outputs (N, C, H, W) of the backbone, finest first.
@@ -155,19 +157,25 @@ class MFDecoder(nn.Module):
             states = self._refine(maps, torch.zeros_like(position), position)
             return {"pred_logits": self.class_embed(states), "pred_boxes": self.bbox_embed(states)}
         proposals = self.selection.propose(maps.merged(), maps.masks)
-        chosen = self.selection.select(proposals)
-        states = self._refine(maps, chosen.content, chosen.position)
+        selected = self.selection.select(proposals)
+        states = self._refine(maps, selected.content, selected.position)
         outputs: dict[str, Any] = {
-            "pred_logits": chosen.logits + self.class_embed(states),
-            "pred_boxes": refine_boxes(chosen.boxes, self.bbox_embed.deltas(states)),
+            "pred_logits": selected.logits + self.class_embed(states),
+            "pred_boxes": refine_boxes(selected.boxes, self.bbox_embed.deltas(states)),
         }
-        return {**outputs, "proposals": proposals} if self.training else outputs
+        if self.training:
+            outputs["proposals"] = proposals
+        return outputs
 
     def prepare_maps(self, features: Sequence[Tensor], padding: Tensor | None) -> "DecoderMaps":
-        """Projects the backbone's outputs to the decoder's width, coarsest first."""
+        """Projects the backbone's outputs to the decoder's width. Returns the coarsest map first.
+
+        Takes the arguments of ``forward``.
+        """
         # In channels-last format, convolutions and attention read the same memory without copies.
         maps = [x.contiguous(memory_format=torch.channels_last) for x in features]
         masks = [halve(halve(padding)), halve(padding), padding]  # at strides 32, 16, 8
+        # The map at stride 32 is computed from the backbone's output at stride 16.
         coarsest = self.down(maps[1], masks[1])
         if self.coarsest is not None:
             coarsest = coarsest + self.coarsest(maps[2], masks[0])
@@ -176,12 +184,15 @@ class MFDecoder(nn.Module):
         return DecoderMaps((coarsest, coarse, fine), masks)
 
     def _refine(self, maps: "DecoderMaps", queries: Tensor, position: Tensor) -> Tensor:
-        """Returns the content of the queries after every block (see ``forward``), (L, N, Q, C)."""
+        """Returns the queries after every block in training, or the last block, (L, N, Q, C).
+
+        Takes queries and their position encodings, (N, Q, C) each.
+        """
         x = maps.levels[0]
         states: list[Tensor] = []
         for scale, blocks in enumerate(self.levels):
             padding = maps.masks[scale]
-            if scale > 0:
+            if scale > 0:  # from stride 32 to 16, or from 16 to 8
                 upsampled = maps.go_up(x, scale)
                 x = self.up[scale - 1](upsampled, padding) + maps.levels[scale]
             level = LevelMap(
@@ -218,7 +229,7 @@ class DecoderMaps:
 
 
 def _build_block(widths: DecoderWidths, *, is_coarsest: bool, is_last: bool) -> DecoderBlock:
-    """Builds a block M-F+ for the coarsest level, or M-F-."""
+    """Builds a block: M-F+ for the coarsest level, and M-F- for the other levels."""
     query_layer = QueryLayer(widths)
     if is_last:  # no later block reads the feature map
         return DecoderBlock(query_layer=query_layer)

@@ -2,8 +2,8 @@
 """MF-DETR: an end-to-end detector with a head of Mobile-Former blocks.
 
 Papers: QB-Heat, arXiv:2211.13228, Sec. 5 and B.2; "End-to-End Object Detection with Transformers"
-(DETR), arXiv:2005.12872. Deviations: see ``decoder_block.py``. In addition, there are logits for
-K + 1 contiguous classes, while DETR has 92 logits for the category ids of COCO.
+(DETR), arXiv:2005.12872. Deviation: there are logits for K + 1 contiguous classes, while DETR has
+92 logits for the category ids of COCO. ``decoder_block.py`` lists what the paper does not state.
 """
 
 import inspect
@@ -67,7 +67,7 @@ class MFDETR(nn.Module):
         self.decoder = decoder
         self.criterion = criterion
         self.in_features = list(in_features)
-        # The first module that predicts classes.
+        # The module whose class predictions the others refine.
         classifier: MFDecoder | QuerySelection = decoder
         if decoder.selection is not None:
             classifier = decoder.selection
@@ -148,7 +148,10 @@ class MFDETR(nn.Module):
         return torch.tensor(self.criterion.normalizers(counts, self.decoder.num_queries))
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
-        """Takes ``loss_counts`` summed over all micro-batches. Returns each one's divisors (2,)."""
+        """Returns the divisors (2,) of the class and box losses of each micro-batch.
+
+        ``counts`` (2,) are the sums of ``loss_counts`` over all ``parts`` micro-batches of a step.
+        """
         return self.criterion.mean_normalizers(counts, parts)
 
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
@@ -157,25 +160,29 @@ class MFDETR(nn.Module):
         cached = find_cached_images(batched_inputs, divisibility, self.device)
         if cached is not None:
             return cached
-        images = [
-            (entry["image"].to(self.device, non_blocking=True) - self.pixel_mean) / self.pixel_std
-            for entry in batched_inputs
-        ]
+        images = []
+        for entry in batched_inputs:
+            pixels = entry["image"].to(self.device, non_blocking=True)  # (3, H, W)
+            images.append((pixels - self.pixel_mean) / self.pixel_std)
         return ImageList.from_tensors(images, divisibility)
 
     def extract_features(self, images: ImageList) -> tuple[list[Tensor], Tensor | None]:
-        """Returns the backbone's outputs named in ``self.in_features``, and the padding mask
-        (N, 1, H, W) at stride 8, which is None if no image is padded."""
+        """Returns the backbone's outputs ``in_features``, and the padding mask at stride 8.
+
+        The mask is (N, 1, H / 8, W / 8), or None if no image is padded.
+        """
         padded_size = tuple(images.tensor.shape[-2:])
         inputs = [images.tensor]
         padding = None
-        if any(tuple(size) != padded_size for size in images.image_sizes):
+        is_padded = any(tuple(size) != padded_size for size in images.image_sizes)
+        if is_padded:
             image_sizes = torch.tensor(images.image_sizes).to(self.device, non_blocking=True)
-            padding = padding_mask(image_sizes, padded_size)
+            padding = padding_mask(image_sizes, padded_size)  # (N, 1, H, W)
             if self.masks_padding:
                 inputs.append(image_sizes)
-        features = self.backbone(*inputs)
-        return [features[name] for name in self.in_features], halve(halve(halve(padding)))
+        outputs = self.backbone(*inputs)
+        features = [outputs[name] for name in self.in_features]
+        return features, halve(halve(halve(padding)))
 
     def prepare_targets(self, batched_inputs: list[dict[str, Any]]) -> Targets:
         """Converts ground truth from absolute XYXY to cxcywh in [0, 1] of each unpadded image."""
@@ -192,10 +199,14 @@ class MFDETR(nn.Module):
     def inference(
         self, outputs: dict[str, Tensor], image_sizes: Sequence[tuple[int, int]]
     ) -> list[Instances]:
-        """Converts the last block's predictions to ``Instances`` of the unpadded input images."""
-        probability = self.criterion.classification.scores(outputs["pred_logits"][-1].float())
-        scores, classes = probability.max(dim=-1)  # (N, Q)
-        corners = box_convert(outputs["pred_boxes"][-1], "cxcywh", "xyxy")
+        """Converts the last block's predictions to ``Instances`` of the unpadded input images.
+
+        ``image_sizes`` are the (height, width) of the unpadded images in pixels.
+        """
+        logits = outputs["pred_logits"][-1].float()  # (N, Q, K + 1)
+        probabilities = self.criterion.classification.scores(logits)  # (N, Q, K)
+        scores, classes = probabilities.max(dim=-1)  # (N, Q) each
+        corners = box_convert(outputs["pred_boxes"][-1], "cxcywh", "xyxy")  # (N, Q, 4) in [0, 1]
         results = []
         for index, (height, width) in enumerate(image_sizes):
             scale = torch.tensor([width, height] * 2).to(corners.device, non_blocking=True)

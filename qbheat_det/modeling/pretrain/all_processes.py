@@ -10,7 +10,7 @@ from qbheat_det.core.errors import UserError
 
 
 def check_equal_shares(batch_size: int, processes: int) -> None:
-    """Raises a ``UserError`` if the batch cannot be split equally among the processes."""
+    """Raises a ``UserError`` if the processes cannot have equally many images of a batch."""
     if batch_size % processes:
         raise UserError(
             f"SOLVER.IMS_PER_BATCH {batch_size} is not a multiple of the {processes} processes: "
@@ -19,7 +19,10 @@ def check_equal_shares(batch_size: int, processes: int) -> None:
 
 
 def gather_over_processes(values: Tensor) -> Tensor:
-    """Concatenates (N, …) of P processes to (P * N, …), with gradients. N is equal on all."""
+    """Concatenates the values (N, …) of P processes to (P * N, …), with gradients.
+
+    N must be equal on all processes. Every process must call this function.
+    """
     if comm.get_world_size() == 1:
         return values
     return torch.cat(all_gather(values.contiguous()))

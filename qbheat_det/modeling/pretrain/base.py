@@ -29,7 +29,10 @@ class PretrainingModel(ImageModel):
     def __init__(
         self, *, backbone: Backbone, in_feature: str, image_size: int, **others: Any
     ) -> None:
-        """See ``ImageModel``. Raises a ``ValueError`` if the backbone has no such feature map."""
+        """Takes the arguments of ``ImageModel``.
+
+        Raises a ``ValueError`` if the backbone has no feature map ``in_feature``.
+        """
         shapes = backbone.output_shape()
         stride = find_feature_map(shapes, in_feature, image_size).stride
         for name, shape in shapes.items():
@@ -44,12 +47,18 @@ class PretrainingModel(ImageModel):
 def find_feature_map(
     shapes: Mapping[str, ShapeSpec], name: str, image_size: int, *, multiple: int | None = None
 ) -> ShapeSpec:
-    """Returns the shape of a backbone's feature map. Raises a ``ValueError`` if it does not exist.
+    """Returns channels and stride of a backbone's feature map.
 
-    If ``multiple`` is given, also raises a ``ValueError`` unless the image's side is a multiple of
-    the stride, and the feature map's side is a multiple of ``multiple``.
+    Args:
+        shapes: the backbone's ``output_shape()``.
+        name: name of the feature map.
+        image_size: height and width of the images.
+        multiple: if given, height and width of the feature map must be a multiple of this number.
+
+    Raises:
+        ValueError: the backbone has no such feature map, or the image size does not fit.
     """
-    strides = {key: shape.stride for key, shape in shapes.items() if shape.stride}
+    strides = {key: shape.stride for key, shape in shapes.items() if shape.stride}  # no tokens
     if name not in strides:
         raise ValueError(
             f"IN_FEATURE '{name}' is no map of the backbone, which has the strides {strides}: add "

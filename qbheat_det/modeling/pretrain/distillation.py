@@ -2,9 +2,10 @@
 """Pre-training by predicting a frozen teacher's features from a quarter or the whole image.
 
 As in QB-Heat (arXiv:2211.13228), the encoder sees a quarter of the image, and linear models predict
-the features of the rest. The target is the feature map of a trained network instead of pixels. If
-the whole image is visible, this is feature distillation. Target and loss follow arXiv:2205.14141:
-each target vector is normalized to mean 0 and variance 1, and the loss is smooth L1 with β = 2.
+the features of the rest. The target is not pixels, but the feature map of a trained network, the
+teacher. If the whole image is visible, this is feature distillation. Target and loss follow
+arXiv:2205.14141: each target vector is normalized to mean 0 and variance 1, and the loss is smooth
+L1 with β = 2.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,9 +31,9 @@ _BETA = 2.0  # of the smooth L1 loss
 class FeatureDistillation(PretrainingModel):
     """Encodes a part of an image, and predicts the teacher's features of the whole image.
 
-    The feature maps of encoder and teacher must have the same number of positions, G x G.
-    ``MODEL.QB_HEAT`` configures the visible part, the projection, and the linear maps that predict
-    the features of the masked part. ``MODEL.TEACHER`` configures the teacher.
+    The feature maps of encoder and teacher must have the same height and width, G x G positions.
+    ``MODEL.QB_HEAT`` configures the visible part, the projection, and the linear models that
+    predict the features of the masked part. ``MODEL.TEACHER`` configures the teacher.
     """
 
     pretrain_only_modules = ("projection", "predictor", "head")
@@ -51,10 +52,16 @@ class FeatureDistillation(PretrainingModel):
         predictor: HeatPredictor | None,
         **others: Any,
     ) -> None:
-        """Takes the arguments of ``PretrainingModel``, and name and channels of the teacher's map.
-
-        ``dim`` is the width of the projected features. ``predictor`` predicts the features of the
-        masked part. It is None if the whole image is visible.
+        """
+        Args:
+            backbone: the encoder.
+            in_feature: name of the encoder's feature map.
+            target: name of the teacher's feature map.
+            target_channels: channels T of the teacher's feature map.
+            dim: width C of the projected features.
+            predictor: predicts the features of the masked part, or None if the whole image is
+                visible.
+            others: the other arguments of ``PretrainingModel``.
         """
         super().__init__(
             backbone=backbone, in_feature=in_feature, head_in_features=[in_feature], **others
@@ -70,8 +77,8 @@ class FeatureDistillation(PretrainingModel):
         node = cfg.MODEL.QB_HEAT
         teacher = cfg.MODEL.TEACHER
         image_size = cfg.INPUT.PRETRAIN.SIZE
-        kinds = (*OFFSETS, "both", "whole")
-        check_value(node.VISIBLE in kinds, "QB_HEAT.VISIBLE", node.VISIBLE, f"one of {kinds}")
+        known = (*OFFSETS, "both", "whole")
+        check_value(node.VISIBLE in known, "QB_HEAT.VISIBLE", node.VISIBLE, f"one of {known}")
         check_value(node.FEATURE_DIM >= 1, "QB_HEAT.FEATURE_DIM", node.FEATURE_DIM, "at least 1")
         target = find_teacher_shape(cfg)
         backbone = build_backbone(cfg)
@@ -105,16 +112,24 @@ class FeatureDistillation(PretrainingModel):
 
     @classmethod
     def views_from_config(cls, cfg: CfgNode) -> Mapping[str, Sequence[str]]:
-        """Same as in ``QBHeat``. If the whole image is visible, returns ``{"image": ()}``."""
+        """Returns the kinds of views that the config's model evaluates, each with its quarters.
+
+        If the whole image is visible, the only kind is "image", without quarters.
+        """
         return QBHeat.views_from_config(cfg) or {"image": ()}
 
     def forward(self, batched_inputs: list[dict[str, Any]]) -> Any:
-        """Takes dicts with "image" (3, S, S) and "targets", the teacher's map (T, G, G) by name.
+        """
+        Args:
+            batched_inputs: dicts with "image" (3, S, S) and "targets", a dict with the teacher's
+                feature map (T, G, G). In evaluation on quarters, also "place", the name of the
+                visible quarter.
 
-        Returns ``{"loss_feature": scalar}`` in training, and one such dict per image in evaluation.
-        If the model sees quarters, inputs and results of evaluation have the visible quarter under
-        the key "place". Without "targets", evaluation returns ``{"target": (T, G, G)}`` per image.
-        This is the teacher's normalized map as predicted from the whole image.
+        Returns:
+            In training, ``{"loss_feature": scalar}``. In evaluation, such a dict for each image,
+            with "place" if there are quarters. In evaluation without "targets", one
+            ``{"target": (T, G, G)}`` per image: the teacher's normalized feature map as predicted
+            from the whole image.
         """
         images = self.preprocess_image(batched_inputs)
         if not self.training and "targets" not in batched_inputs[0]:
@@ -126,9 +141,10 @@ class FeatureDistillation(PretrainingModel):
             z = self.encode(images)
         else:
             quarters = self.choose_quarters(self.predictor.visible, batched_inputs)
-            z = self.encode(quarters.crop(images[quarters.order]))
-            z = self.predictor(z, quarters.counts)
+            images = images[quarters.order]
             targets = targets[quarters.order]
+            z = self.encode(quarters.crop(images))  # (N, G / 2, G / 2, C)
+            z = self.predictor(z, quarters.counts)  # (N, G, G, C)
         losses = feature_loss(self.head(z), targets)
         if self.training:
             return {"loss_feature": losses.mean()}
@@ -139,7 +155,8 @@ class FeatureDistillation(PretrainingModel):
 
     def encode(self, images: Tensor) -> Tensor:
         """Takes images or quarters of them, (N, 3, H, W). Returns features (N, h, w, C)."""
-        return self.projection(self.backbone(images)[self.in_feature].permute(0, 2, 3, 1))
+        feature_map = self.backbone(images)[self.in_feature]
+        return self.projection(feature_map.permute(0, 2, 3, 1))
 
     def stack_targets(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
         """Returns the teacher's features of all images, (N, G, G, T)."""
@@ -151,11 +168,14 @@ class FeatureDistillation(PretrainingModel):
     def choose_quarters(
         self, visible: str, batched_inputs: list[dict[str, Any]]
     ) -> VisibleQuarters:
-        """Returns the quarters to encode: random ones in training, else the "place" of each."""
+        """Returns the quarters to encode: random in training, "place" of each input in evaluation.
+
+        ``visible`` is the value of ``MODEL.QB_HEAT.VISIBLE``.
+        """
         if self.training:
             return VisibleQuarters.draw(len(batched_inputs), visible=visible, device=self.device)
-        places = [entry["place"] for entry in batched_inputs]
-        return VisibleQuarters.at(places, device=self.device)
+        quadrants = [entry["place"] for entry in batched_inputs]
+        return VisibleQuarters.at(quadrants, device=self.device)
 
 
 def feature_loss(predicted: Tensor, target: Tensor) -> Tensor:

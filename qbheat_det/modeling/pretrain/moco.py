@@ -5,10 +5,10 @@ Papers: "Momentum Contrast", arXiv:1911.05722, and "Improved Baselines with Mome
 Learning", arXiv:2003.04297. The queue and the momentum encoder are updated at the end of a step
 instead of within the step, with the same results.
 
-Shuffled BatchNorm (the first paper, Sec. 3.3): if query and key shared batch statistics, the
-encoder could recognize the matching key from them. Therefore the images of all processes are
-redistributed for the key encoder. For runs with few processes, ``norm_groups`` also splits the
-images of each process into groups with separate statistics.
+Shuffled BatchNorm (the first paper, Sec. 3.3): if a query and its key were in batches with the same
+statistics, the encoder could recognize the key from these statistics. Therefore the images of all
+processes are shuffled before the key encoder. For runs with few processes, ``norm_groups`` also
+splits the images of each process into groups with separate statistics.
 """
 
 import copy
@@ -33,8 +33,8 @@ from .projection_head import ProjectionHead, embedding_from_config
 class MomentumCopy(nn.Module):
     """A copy of a module whose weights are a moving average of the module's weights (Eq. 2).
 
-    The copy has no gradients. As in MoCo, its BatchNorm statistics are not averaged: they are
-    computed from the inputs of the copy.
+    The copy has no gradients. As in MoCo, its BatchNorm statistics are not averages of the module's
+    statistics. They are computed from the inputs of the copy.
     """
 
     def __init__(self, module: nn.Module, *, momentum: float) -> None:
@@ -60,8 +60,8 @@ class MomentumCopy(nn.Module):
 class FeatureQueue(nn.Module):
     """A first-in, first-out queue of K keys of dimension D (Sec. 3.2).
 
-    The keys of a step are added when the step ends, so results do not depend on micro-batches. The
-    initial keys are random unit vectors, which are equal in all processes.
+    The keys of a step are added when the step ends, so that all micro-batches of a step use the
+    same negative keys. The initial keys are random unit vectors, which are equal in all processes.
     """
 
     def __init__(self, *, size: int, dim: int) -> None:
@@ -74,12 +74,16 @@ class FeatureQueue(nn.Module):
         self.register_buffer("next", torch.zeros((), dtype=torch.long))
         self.keys: Tensor  # (K, D)
         self.next: Tensor  # index of the oldest key
-        self._held: list[Tensor] = []
+        self._held: list[Tensor] = []  # keys of the current step
 
     def hold(self, keys: Tensor) -> None:
-        """Stores keys (M, D) until ``push_held``. Raises a ``RuntimeError`` for more than K."""
+        """Stores keys (M, D) until the step ends.
+
+        Raises a ``RuntimeError`` if a step has more keys than the queue.
+        """
         self._held.append(keys.detach())
-        if sum(map(len, self._held)) > len(self.keys):
+        num_held = sum(len(held_keys) for held_keys in self._held)
+        if num_held > len(self.keys):
             raise RuntimeError(
                 f"a step has more than the queue's {len(self.keys)} keys: MODEL.MOCO.QUEUE_SIZE is "
                 "below SOLVER.IMS_PER_BATCH, or after_step is not called"
@@ -87,7 +91,7 @@ class FeatureQueue(nn.Module):
 
     @torch.no_grad()
     def push_held(self) -> None:
-        """Replaces the oldest keys of the queue by the stored keys."""
+        """Replaces the oldest keys of the queue by the stored keys, at the end of a step."""
         if not self._held:
             return
         keys = torch.cat(self._held)
@@ -99,7 +103,10 @@ class FeatureQueue(nn.Module):
 
 
 def embed_in_groups(embed: Callable[[Tensor], Tensor], images: Tensor, groups: int) -> Tensor:
-    """Embeds images (N, 3, H, W) as (N, D), in ``groups`` parts of about equal size."""
+    """Embeds images (N, 3, H, W) as (N, D), in ``groups`` parts of about equal size.
+
+    Each part has separate batch statistics.
+    """
     parts = images.tensor_split(min(groups, len(images)))
     return torch.cat([embed(part) for part in parts])
 
@@ -108,24 +115,25 @@ def embed_in_groups(embed: Callable[[Tensor], Tensor], images: Tensor, groups: i
 def embed_shuffled(
     embed: Callable[[Tensor], Tensor], images: Tensor, order: Tensor, groups: int
 ) -> Tensor:
-    """Embeds the images of all processes after redistributing them by ``order``.
+    """Embeds the images of all processes after shuffling them by ``order``.
 
     Args:
-        embed: embeds images (n, 3, H, W) as (n, D). Called for each of ``groups`` parts, which thus
-            have separate batch statistics.
+        embed: embeds images (n, 3, H, W) as (n, D). Called for each of ``groups`` parts.
         images: (N, 3, H, W), the images of this process. N is equal on all processes.
-        order: (P * N,), a permutation of the images of P processes. The first N indices are the
-            images that the first process embeds.
+        order: (P * N,), a permutation of the images of P processes. The first process embeds the
+            images with the first N indices, and so on.
         groups: number of parts of each process's images.
 
     Returns:
-        (P * N, D), the embeddings in the original order.
+        (P * N, D), the embeddings of the images of all processes in the original order.
     """
-    first = comm.get_rank() * len(images)
-    indices = order[first : first + len(images)]  # of the images that this process embeds
-    shuffled = gather_over_processes(images)[indices]
-    embeddings = gather_over_processes(embed_in_groups(embed, shuffled, groups))
-    return embeddings[order.argsort()]
+    num_images = len(images)
+    first = comm.get_rank() * num_images
+    indices = order[first : first + num_images]  # of the images that this process embeds
+    all_images = gather_over_processes(images)  # (P * N, 3, H, W)
+    embeddings = embed_in_groups(embed, all_images[indices], groups)  # (N, D)
+    shuffled_embeddings = gather_over_processes(embeddings)  # (P * N, D), in ``order``
+    return shuffled_embeddings[order.argsort()]
 
 
 @META_ARCH_REGISTRY.register()
@@ -152,14 +160,15 @@ class MoCo(PretrainingModel):
         norm_groups: int = 1,
         **others: Any,
     ) -> None:
-        """See ``PretrainingModel``. In addition:
-
+        """
         Args:
-            head: projects to embeddings (N, D).
+            backbone: the encoder.
+            head: projects the encoder's outputs to embeddings (N, D).
             queue: K keys of dimension D.
             temperature: divisor of the similarities, above 0.
-            momentum: see ``MomentumCopy``.
-            norm_groups: number of parts of each process's batch. Each has its own batch statistics.
+            momentum: momentum in [0, 1] of the momentum encoder's weights.
+            norm_groups: number of parts of each process's batch, with separate batch statistics.
+            others: the other arguments of ``PretrainingModel``.
         """
         super().__init__(backbone=backbone, head_in_features=head.in_features, **others)
         check_value(temperature > 0, "MOCO.TEMPERATURE", temperature, "above 0")
@@ -198,8 +207,8 @@ class MoCo(PretrainingModel):
         Args:
             batched_inputs: dicts of a dataset mapper with the query view "image" (3, S, S), and in
                 training the key view "image_key" (3, S, S).
-            order: permutation of the images of all processes (see ``embed_shuffled``), by default
-                random.
+            order: permutation (P * N,) of the images of all P processes, in which the key encoder
+                processes them. By default, it is random.
 
         Returns:
             In training, ``{"loss_contrastive": scalar}``. In evaluation, one
@@ -217,18 +226,20 @@ class MoCo(PretrainingModel):
         queries = embed_in_groups(self.embed, images, self.norm_groups)  # (N, D)
         all_keys = embed_shuffled(self.embed_keys, key_images, order, self.norm_groups)
         self.queue.hold(all_keys)
-        keys = all_keys.unflatten(0, (-1, len(images)))[comm.get_rank()]  # (N, D)
+        keys_by_process = all_keys.unflatten(0, (-1, len(images)))  # (P, N, D)
+        keys = keys_by_process[comm.get_rank()]  # (N, D), of the images of this process
         with torch.autocast(queries.device.type, enabled=False):
             positives = (queries * keys).sum(dim=1, keepdim=True)  # (N, 1)
             negatives = queries @ self.queue.keys.T  # (N, K)
-            logits = torch.cat([positives, negatives], dim=1) / self.temperature
+            logits = torch.cat([positives, negatives], dim=1) / self.temperature  # (N, 1 + K)
         is_correct = logits.detach().argmax(dim=1) == 0
         self.metrics = {"contrast_accuracy": 100 * is_correct.float().mean()}
+        # The matching key is in column 0.
         targets = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
         return {"loss_contrastive": F.cross_entropy(logits, targets)}  # Eq. (1)
 
     def draw_order(self, num_images: int) -> Tensor:
-        """Draws the order of all processes' images for ``embed_shuffled``, equal on all processes.
+        """Draws a permutation of the images of all processes, the same on all processes.
 
         ``num_images`` is the number of images of each process.
         """
@@ -255,25 +266,31 @@ class MoCo(PretrainingModel):
 def check_batch(
     queue_size: int, groups: int, *, batch_size: int, processes: int, accumulate: int
 ) -> None:
-    """Raises a ``UserError`` if the queue size is not a multiple of the batch size, or if groups
-    would have fewer than two images."""
+    """Raises a ``UserError`` if the queue or the groups do not fit the batch size.
+
+    The queue size must be a multiple of the batch size, and each group must have two images.
+    """
     if queue_size < 1 or queue_size % batch_size:
         raise UserError(
             f"MODEL.MOCO.QUEUE_SIZE {queue_size} is no multiple of SOLVER.IMS_PER_BATCH "
             f"{batch_size}: some keys would stay in the queue longer than others"
         )
-    smallest = batch_size // processes // accumulate
-    if groups > 1 and smallest // groups < 2:
+    micro_batch = batch_size // processes // accumulate
+    if groups > 1 and micro_batch // groups < 2:
         raise UserError(
             f"MODEL.MOCO.NORM_GROUPS {groups} makes groups of one image, as a process has a "
-            f"micro-batch of {smallest}: lower it, or raise SOLVER.IMS_PER_BATCH"
+            f"micro-batch of {micro_batch}: lower it, or raise SOLVER.IMS_PER_BATCH"
         )
 
 
 def _copy_missing_weights(model: MoCo, incompatible: Any) -> None:
-    """Copies the encoder to the momentum encoder if the loaded weights have no momentum encoder."""
+    """Copies the encoder to the momentum encoder if the loaded weights have no momentum encoder.
+
+    A hook that runs after ``load_state_dict``, which gives the names of missing tensors.
+    """
     missing = set(incompatible.missing_keys)
     for name in ("backbone", "head"):
         momentum_copy = cast(MomentumCopy, model.get_submodule(f"momentum_{name}"))
-        if missing.issuperset(f"momentum_{name}.{key}" for key in momentum_copy.state_dict()):
+        needed = {f"momentum_{name}.{key}" for key in momentum_copy.state_dict()}
+        if needed <= missing:
             momentum_copy.copied.load_state_dict(model.get_submodule(name).state_dict())

@@ -47,12 +47,12 @@ def embedding_from_config(
     """Returns the arguments of ``PretrainingModel``, and a ``ProjectionHead`` as "head".
 
     ``node`` is the objective's config node with the keys ``IN_FEATURE``, ``HIDDEN_DIM`` and
-    ``DIM``. For ``multiple``, see ``find_feature_map``.
+    ``DIM``. If ``multiple`` is given, height and width of the feature map must be a multiple of it.
     """
     backbone = build_backbone(cfg)
     shapes = backbone.output_shape()
     image_size = cfg.INPUT.PRETRAIN.SIZE
-    # Raises before the head is built.
+    # Raises an error if the feature map does not fit.
     find_feature_map(shapes, node.IN_FEATURE, image_size, multiple=multiple)
     return {
         "backbone": backbone,

@@ -5,11 +5,14 @@ Paper: "Self-Supervised Learning based on Heat Equation" (QB-Heat), Chen et al.,
 Sec. 3, 4 and Appendix A. Features at a distance Δx are predicted by a finite difference (Eq. 5),
 z(x + Δx, y) = (I + Δx A) z(x, y), with one matrix for each of eight directions.
 
-The paper does not state the following details. The learned parameter is the matrix M = Δx A, which
-starts at zero. The matrix C_ij predicts diagonally, in the directions of A_i and B_j together. The
-four corners are equally frequent in a batch. With Mobile-Former, the objective learns from the
-output "s16_expanded", which the paper's classifiers and decoders read. If it learned from an
-earlier feature map, the last convolution would keep its random weights.
+The paper does not state the following details:
+
+* The learned parameter is the matrix M = Δx A, which starts at zero.
+* The matrix C_ij predicts diagonally, in the directions of A_i and B_j together.
+* The four corners are equally frequent in a batch.
+* With Mobile-Former, the objective learns from the output "s16_expanded", which the paper's
+  classifiers and decoders read. If it learned from an earlier feature map, the last convolution
+  would keep its random weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +32,7 @@ from .reconstruction import ReconstructionDecoder, ReconstructionModel
 
 CORNERS = ("top_left", "top_right", "bottom_left", "bottom_right")
 QUADRANTS = (*CORNERS, "centre")
-"""Positions of the visible quarter. The index of a corner is 2 * row + column."""
+"""Names of the positions of the visible quarter. The index of a corner is 2 * row + column."""
 QUADRANTS_OF = {"corner": CORNERS, "centre": ("centre",), "both": QUADRANTS}
 """Positions of the visible quarter by value of ``MODEL.QB_HEAT.VISIBLE``."""
 DIRECTIONS: dict[str, tuple[int, int]] = {
@@ -45,18 +48,23 @@ DIRECTIONS: dict[str, tuple[int, int]] = {
 """Signs of Δx (right) and Δy (down) for each matrix. The keys are the paper's names."""
 _NAME_OF_DIRECTION = {signs: name for name, signs in DIRECTIONS.items()}
 OFFSETS = {"corner": 1 / 2, "centre": 1 / 4}
-"""Side of a predicted block, relative to the side of the image, by kind of visible quarter."""
+"""Distance Δx relative to the side of the image, by kind of visible quarter.
+
+It is also the side of a predicted block.
+"""
 _EXPLICIT = {8: tuple(DIRECTIONS), 4: ("A1", "A2", "B1", "B2"), 2: ("A1", "B1")}
+"""Names of the learned matrices, by their number."""
 
 
 class LinearModels(nn.Module):
-    """The matrices (C, C) that predict at one distance Δx: the paper's A, B and C times Δx.
+    """Eight matrices (C, C) that predict features at one distance Δx, one for each direction.
 
-    Explicit matrices are parameters with the paper's names. All others are computed from them.
+    They are the paper's A, B and C times Δx. Some are parameters with the paper's names. The others
+    are computed from these parameters.
     """
 
     def __init__(self, *, dim: int, num_models: int, offset: float) -> None:
-        """Takes the width C, the number of explicit matrices (8, 4 or 2), and Δx (``OFFSETS``)."""
+        """Takes the width C, the number of parameters (8, 4 or 2), and Δx from ``OFFSETS``."""
         super().__init__()
         known = tuple(_EXPLICIT)
         check_value(num_models in known, "QB_HEAT.NUM_MODELS", num_models, f"one of {known}")
@@ -68,14 +76,17 @@ class LinearModels(nn.Module):
     def matrices(self) -> dict[str, Tensor]:
         """Returns all eight matrices by name (see ``DIRECTIONS``), with gradients, in float32."""
         models: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
-        for name in ("A", "B"):  # Eq. 9
-            models.setdefault(f"{name}2", -models[f"{name}1"])
+        if "A2" not in models:  # Eq. 9
+            models["A2"] = -models["A1"]
+            models["B2"] = -models["B1"]
+        if "C11" in models:
+            return models
         # Autocast would round the products.
         with torch.autocast(models["A1"].device.type, enabled=False):
-            for i, j in product("12", "12"):
-                if f"C{i}{j}" not in models:  # Eq. 12
-                    a, b = models[f"A{i}"], models[f"B{j}"]
-                    models[f"C{i}{j}"] = a + b + (a @ b + b @ a) / 2
+            for i, j in product("12", "12"):  # Eq. 12
+                a = models[f"A{i}"]
+                b = models[f"B{j}"]
+                models[f"C{i}{j}"] = a + b + (a @ b + b @ a) / 2
         return models
 
 
@@ -88,9 +99,14 @@ class HeatPredictor(nn.Module):
     """
 
     def __init__(self, *, dim: int, num_models: int = 8, visible: str = "both") -> None:
-        """Takes C and ``num_models`` of ``LinearModels``, and ``MODEL.QB_HEAT.VISIBLE``."""
+        """
+        Args:
+            dim: C, the channels of the features.
+            num_models: number of learned matrices for each distance: 8, 4 or 2.
+            visible: kind of visible quarter: "corner", "centre" or "both".
+        """
         super().__init__()
-        known = *OFFSETS, "both"
+        known = (*OFFSETS, "both")
         check_value(visible in known, "QB_HEAT.VISIBLE", visible, f"one of {known}")
         self.dim = dim
         self.visible = visible
@@ -103,10 +119,11 @@ class HeatPredictor(nn.Module):
         )
 
     def forward(self, z: Tensor, counts: Sequence[int]) -> Tensor:
-        """Takes features (N, H, W, C) of visible quarters. Returns (N, 2H, 2W, C).
+        """Takes the features (N, H, W, C) of the visible quarters of N images.
 
         Images are sorted by the position of the visible quarter. ``counts`` are the numbers of
-        images for each of ``QUADRANTS``. The visible features are part of the result.
+        images for each of ``QUADRANTS``. Returns the features (N, 2H, 2W, C) of the whole images.
+        They contain the visible features, unchanged.
         """
         *corners, centre = z.split(list(counts))
         # Empty groups are processed too, so that all matrices have gradients on all processes.
@@ -117,9 +134,15 @@ class HeatPredictor(nn.Module):
                 images.append(extend(quarter, corner, models))
         if "centre" in self.scales:
             models = cast(LinearModels, self.scales["centre"]).matrices()
-            # Each quarter of the centre is the inner corner of a quarter of the image.
-            blocks = [block for row in centre.chunk(2, dim=1) for block in row.chunk(2, dim=2)]
-            quarters = [extend(block, 3 - i, models) for i, block in enumerate(blocks)]
+            # The four blocks of the centre are extended to the four quarters of the image.
+            top, bottom = centre.chunk(2, dim=1)
+            blocks = [*top.chunk(2, dim=2), *bottom.chunk(2, dim=2)]  # in the order of CORNERS
+            quarters = []
+            for corner, block in enumerate(blocks):
+                # The block is in the corner of its quarter next to the center of the image. For
+                # the top left quarter, this is the bottom right corner.
+                inner_corner = 3 - corner
+                quarters.append(extend(block, inner_corner, models))
             images.append(tile(quarters))
         return torch.cat(images)
 
@@ -127,17 +150,20 @@ class HeatPredictor(nn.Module):
 def extend(z: Tensor, corner: int, models: Mapping[str, Tensor]) -> Tensor:
     """Extends a block (N, H, W, C) in one corner of an area to the whole area (N, 2H, 2W, C).
 
-    ``corner`` is the index of this corner, 2 * row + column. ``models`` are matrices (C, C) by
-    name, see ``DIRECTIONS``.
+    ``corner`` is the index of this corner, 2 * row + column. ``models`` are the matrices (C, C) by
+    name, with the keys of ``DIRECTIONS``.
     """
     row, column = divmod(corner, 2)
-    others = [block for block in product((0, 1), (0, 1)) if block != (row, column)]
-    # The three matrices side by side, so that one product predicts all three blocks.
-    weight = torch.cat(
-        [models[_NAME_OF_DIRECTION[right - column, down - row]] for down, right in others]
-    )
+    # The matrix for each of the three other blocks, by the direction from the visible block.
+    matrices = []
+    for other_row, other_column in product((0, 1), (0, 1)):
+        if (other_row, other_column) != (row, column):
+            direction = (other_column - column, other_row - row)
+            matrices.append(models[_NAME_OF_DIRECTION[direction]])
+    # The three matrices are stacked, so that one product predicts all three blocks.
+    changes = F.linear(z, torch.cat(matrices)).chunk(3, dim=-1)  # (N, H, W, C) each
     # The identity is added separately, because I + M in bfloat16 would round small M to zero.
-    blocks = [z + change for change in F.linear(z, weight).chunk(3, dim=-1)]
+    blocks = [z + change for change in changes]
     blocks.insert(corner, z)
     return tile(blocks)
 
@@ -154,30 +180,38 @@ def tile(blocks: Sequence[Tensor]) -> Tensor:
 class VisibleQuarters:
     """Positions of the visible quarters of a batch.
 
-    The counts are Python numbers, which need no synchronization with the GPU. They are constant if
-    the batch size is a multiple of 8 (4 without "centre"), so that compiled graphs are reused.
+    The counts are Python numbers, which need no synchronization with the GPU. If the batch size is
+    a multiple of 8 (4 without "centre"), the counts of all batches are equal. Then compiled graphs
+    are reused.
+
+    Attributes:
+        order: indices (N,) of the images, sorted by position of the visible quarter.
+        counts: number of images for each of ``QUADRANTS``.
     """
 
-    order: Tensor  # (N,), indices of the images, sorted by position of the visible quarter
-    counts: tuple[int, ...]  # number of images for each of QUADRANTS
+    order: Tensor
+    counts: tuple[int, ...]
 
     @classmethod
     def draw(cls, num_images: int, *, visible: str, device: torch.device) -> "VisibleQuarters":
         """Draws the visible quarter of each image with PyTorch's global generators.
 
-        With "both", half of the images (rounded up or down at random) have a visible corner.
+        ``visible`` is "corner", "centre" or "both". With "both", half of the images (rounded up or
+        down at random) have a visible corner.
         """
         half = (num_images + int(torch.randint(2, (), device="cpu"))) // 2
-        at_corners = {"corner": num_images, "centre": 0, "both": half}[visible]
-        counts = [at_corners // 4] * 4
-        for corner in torch.randperm(4, device="cpu")[: at_corners % 4].tolist():
+        num_at_corners = {"corner": num_images, "centre": 0, "both": half}[visible]
+        # Corners are equally frequent. Random corners get the remaining images.
+        counts = [num_at_corners // 4] * 4
+        num_remaining = num_at_corners % 4
+        for corner in torch.randperm(4, device="cpu")[:num_remaining].tolist():
             counts[corner] += 1
         order = torch.randperm(num_images, device=device)
-        return cls(order, (*counts, num_images - at_corners))
+        return cls(order, (*counts, num_images - num_at_corners))
 
     @classmethod
     def at(cls, quadrants: Sequence[str], *, device: torch.device) -> "VisibleQuarters":
-        """Takes the visible quarter of each image, a name of ``QUADRANTS``."""
+        """Takes the position of each image's visible quarter, a name of ``QUADRANTS``."""
         indices = [QUADRANTS.index(quadrant) for quadrant in quadrants]
         order = sorted(range(len(indices)), key=indices.__getitem__)
         counts = tuple(indices.count(index) for index in range(len(QUADRANTS)))
@@ -186,35 +220,43 @@ class VisibleQuarters:
     def crop(self, images: Tensor) -> Tensor:
         """Crops images (N, C, S, S), sorted by ``order``, to quarters (N, C, S / 2, S / 2)."""
         half = images.shape[-1] // 2
-        corners = list(product((0, half), (0, half)))
-        firsts = [*corners, (half // 2, half // 2)]  # first row and column of each of QUADRANTS
+        middle = half // 2
+        # The first row and column of each of QUADRANTS.
+        starts = [(0, 0), (0, half), (half, 0), (half, half), (middle, middle)]
         quarters = []
-        for group, (row, column) in zip(images.split(self.counts), firsts, strict=True):
+        for group, (row, column) in zip(images.split(self.counts), starts, strict=True):
             quarters.append(group[..., row : row + half, column : column + half])
         return torch.cat(quarters)
 
     def spread(self, values: Tensor) -> Tensor:
         """Takes one value per quadrant, (5, ...). Returns one per image, (N, ...), in ``order``."""
-        pairs = zip(values, self.counts, strict=True)
-        return torch.cat([value.expand(count, *value.shape) for value, count in pairs])
+        repeated = []
+        for value, count in zip(values, self.counts, strict=True):
+            repeated.append(value.expand(count, *value.shape))
+        return torch.cat(repeated)
 
     def restore_order(self, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Takes one result per image, in ``order``. Returns them in the order of the batch, each
-        with the name of the visible quarter as "place"."""
-        counts = zip(QUADRANTS, self.counts, strict=True)
-        places = [name for name, count in counts for _ in range(count)]
-        ordered: list[dict[str, Any]] = [{}] * len(results)
-        for index, place, result in zip(self.order.tolist(), places, results, strict=True):
-            ordered[index] = {**result, "place": place}
-        return ordered
+        """Takes a dict per image, in ``order``. Returns them in the order of the batch.
+
+        To each dict, "place" is added, the name of the visible quarter.
+        """
+        quadrants: list[str] = []  # of each image, in ``order``
+        for quadrant, count in zip(QUADRANTS, self.counts, strict=True):
+            quadrants += [quadrant] * count
+        results_by_index = {}
+        for index, quadrant, result in zip(self.order.tolist(), quadrants, results, strict=True):
+            results_by_index[index] = {**result, "place": quadrant}
+        return [results_by_index[index] for index in range(len(results))]
 
 
 def visible_positions(size: int) -> Tensor:
     """Returns masks (5, size, size) for ``QUADRANTS``, True in the visible quarter."""
-    first = torch.arange(size) < size // 2
-    middle = (torch.arange(size) >= size // 4) & (torch.arange(size) < size - size // 4)
-    rows = torch.stack([first, first, ~first, ~first, middle])
-    columns = torch.stack([first, ~first, first, ~first, middle])
+    index = torch.arange(size)
+    first = index < size // 2
+    last = ~first
+    middle = (index >= size // 4) & (index < size - size // 4)
+    rows = torch.stack([first, first, last, last, middle])  # (5, size), in the order of QUADRANTS
+    columns = torch.stack([first, last, first, last, middle])
     return rows[:, :, None] & columns[:, None, :]
 
 
@@ -232,7 +274,7 @@ class QBHeat(ReconstructionModel):
 
     @configurable
     def __init__(self, *, decoder: ReconstructionDecoder, **others: Any) -> None:
-        """See ``ReconstructionModel``. ``predictor`` is a ``HeatPredictor``."""
+        """Takes the arguments of ``ReconstructionModel``, with a ``HeatPredictor``."""
         super().__init__(decoder=decoder, **others)
         self.views = {kind: QUADRANTS_OF[kind] for kind in self.predictor.scales}
         visible = visible_positions(decoder.grid_size).flatten(1)
@@ -249,7 +291,7 @@ class QBHeat(ReconstructionModel):
 
     @classmethod
     def views_from_config(cls, cfg: CfgNode) -> Mapping[str, Sequence[str]]:
-        """Returns the ``views`` of the model that a config describes."""
+        """Returns the kinds of views that the config's model evaluates, each with its quarters."""
         visible = cfg.MODEL.QB_HEAT.VISIBLE
         return {kind: QUADRANTS_OF[kind] for kind in OFFSETS if visible in (kind, "both")}
 
@@ -264,8 +306,8 @@ class QBHeat(ReconstructionModel):
                 is random in training. In evaluation, it is "place", or else each quadrant in turn.
 
         Returns:
-            In training, a dict of losses. In evaluation, the results of ``inference`` and "place"
-            for each image.
+            In training, a dict of losses. In evaluation, a dict per image: "reconstruction"
+            (3, S, S), "visible" (S, S), "loss_reconstruction" and "place".
         """
         images = self.preprocess_image(batched_inputs)
         has_places = all("place" in entry for entry in batched_inputs)
@@ -277,17 +319,20 @@ class QBHeat(ReconstructionModel):
         z = self.predictor(z, quarters.counts)  # (N, G, G, C)
         visible = quarters.spread(self.visible)
         if self.training:
-            num_masked = visible.shape[1] * 3 // 4
+            num_masked = visible.shape[1] * 3 // 4  # all but the visible quarter
             return self.training_losses(z, images, visible, num_masked)
         return quarters.restore_order(self.inference(z, images, visible))
 
     def choose_quarters(self, num_images: int, quadrants: Sequence[str] | None) -> VisibleQuarters:
-        """Returns the visible quarters. Raises a ``ValueError`` if ``quadrants`` are invalid."""
-        known = QUADRANTS_OF[self.predictor.visible]
+        """Returns the visible quarters.
+
+        If ``quadrants`` is None, they are random in training. In evaluation, images have each
+        quadrant in turn. Raises a ``ValueError`` if ``quadrants`` are invalid.
+        """
+        visible = self.predictor.visible
         if quadrants is None and self.training:
-            return VisibleQuarters.draw(
-                num_images, visible=self.predictor.visible, device=self.device
-            )
+            return VisibleQuarters.draw(num_images, visible=visible, device=self.device)
+        known = QUADRANTS_OF[visible]
         if quadrants is None:
             quadrants = [known[i % len(known)] for i in range(num_images)]
         if len(quadrants) != num_images or set(quadrants) - set(known):

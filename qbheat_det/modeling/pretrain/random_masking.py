@@ -3,9 +3,11 @@
 
 The features of masked positions are a learned [MASK] token as in MAE, arXiv:2111.06377
 (``MaskTokenMasking``). Or they are interpolated from visible features under QB-Heat's assumption
-that neighboring features differ by a linear map (``InterpolatedMasking``). Deviation from MAE: the
-convolutional encoder processes the whole image with zeros in masked patches, at full cost, and its
-outputs at these patches are discarded. Decoder and target are those of QB-Heat (``MODEL.QB_HEAT``).
+that neighboring features differ by a linear map (``InterpolatedMasking``).
+
+Deviation from MAE: the convolutional encoder processes the whole image, with zeros in masked
+patches. So masking saves no time. The encoder's outputs at masked patches are discarded. Decoder
+and target are those of QB-Heat (``MODEL.QB_HEAT``).
 """
 
 import zlib
@@ -27,21 +29,22 @@ class RandomMask:
     """Draws masks in which K of the G x G positions of each image are visible."""
 
     def __init__(self, *, grid_size: int, mask_ratio: float = 0.75) -> None:
-        """Takes G and the masked share. Raises a ``ValueError`` if K is 0 or G * G."""
-        positions = grid_size**2
-        num_visible = round((1 - mask_ratio) * positions)
-        masks_some = 0 < num_visible < positions
-        allowed = f"a share that masks some of {positions} positions, and not all"
+        """Takes G and the share of masked positions. Raises a ``ValueError`` if K is 0 or G * G."""
+        num_positions = grid_size**2
+        num_visible = round((1 - mask_ratio) * num_positions)
+        masks_some = 0 < num_visible < num_positions
+        allowed = f"a share that masks some of {num_positions} positions, and not all"
         check_value(masks_some, "RANDOM_MASKING.MASK_RATIO", mask_ratio, allowed)
         self.grid_size = grid_size
         self.num_visible = num_visible
 
     def draw(self, num_images: int, *, device: torch.device) -> Tensor:
-        """Returns masks (N, G, G) from the device's global generator, True where visible."""
-        return self._choose(torch.rand(num_images, self.grid_size**2, device=device))
+        """Draws masks (N, G, G), True where visible, from the device's global generator."""
+        noise = torch.rand(num_images, self.grid_size**2, device=device)
+        return self._choose(noise)
 
     def of_images(self, names: Iterable[str], *, device: torch.device) -> Tensor:
-        """Returns a mask for each image that depends only on the name of the image."""
+        """Returns masks (N, G, G), True where visible. A mask depends only on the image's name."""
         noise = []
         for name in names:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -49,7 +52,7 @@ class RandomMask:
         return self._choose(torch.stack(noise).to(device))
 
     def _choose(self, noise: Tensor) -> Tensor:
-        """Makes the positions of the K smallest values in each row (N, G * G) visible."""
+        """Takes random values (N, G * G). Positions with the K smallest values are visible."""
         chosen = noise.argsort(dim=1)[:, : self.num_visible]
         visible = torch.zeros_like(noise, dtype=torch.bool).scatter_(1, chosen, True)
         return visible.unflatten(1, (self.grid_size, self.grid_size))
@@ -61,9 +64,12 @@ class InterpolatedFeatures(nn.Module):
     In each row, let l and r be the nearest visible columns on the left and right of a masked column
     j, and z_l and z_r their features. The prediction along x is (I + M_x) times the interpolated
     feature, ((r - j) z_l + (j - l) z_r) / (r - l). If only one of the two columns exists, its
-    feature is used instead. The prediction along y is computed in the same way, with M_y. The
-    result is the mean over the axes with a visible neighbor. Without any, it is the mean of all
-    visible features. The matrices M_x and M_y are learned, and start at 0.
+    feature is used instead of the interpolated feature. The prediction along y is computed in the
+    same way in each column, with M_y.
+
+    The result is the mean of the two predictions, or one of them if the row or the column has no
+    visible position. If neither has one, the result is the mean of all visible features. The
+    matrices M_x and M_y are learned, and start at 0.
     """
 
     def __init__(self, *, dim: int) -> None:
@@ -82,13 +88,14 @@ class InterpolatedFeatures(nn.Module):
         # The identity is added separately, because I + M in bfloat16 would round small M to zero.
         predicted_x = along_x + F.linear(along_x, self.x)
         predicted_y = along_y + F.linear(along_y, self.y)
+        # The mean over the axes with a visible position: weights (2, N, G, G, 1).
         weights = torch.stack([has_x, has_y]).float()
         weights = (weights / weights.sum(dim=0).clamp(min=1)).unsqueeze(-1)
         predicted = weights[0] * predicted_x + weights[1] * predicted_y
 
-        # Positions without a visible neighbor in their row and column.
-        is_alone = ~(has_x | has_y).unsqueeze(-1)
-        is_visible = visible.unsqueeze(-1)
+        # Positions without a visible position in their row and column get the mean.
+        is_alone = ~(has_x | has_y).unsqueeze(-1)  # (N, G, G, 1)
+        is_visible = visible.unsqueeze(-1)  # (N, G, G, 1)
         total = torch.where(is_visible, z.float(), 0.0).sum(dim=(1, 2), keepdim=True)
         mean = total / is_visible.float().sum(dim=(1, 2), keepdim=True)  # (N, 1, 1, C)
         predicted = torch.where(is_alone, mean, predicted)
@@ -105,18 +112,21 @@ class MaskToken(nn.Module):
         self.token = nn.Parameter(nn.init.normal_(torch.empty(dim), std=0.02))  # as in MAE
 
     def forward(self, z: Tensor, visible: Tensor) -> Tensor:
-        """See ``InterpolatedFeatures.forward``."""
+        """Replaces the features of ``z`` (N, G, G, C) where ``visible`` (N, G, G) is False."""
         return torch.where(visible.unsqueeze(-1), z, self.token.to(z.dtype))
 
 
 def interpolate(z: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     """Interpolates linearly between the nearest visible features on both sides within a row.
 
-    Takes features (N, H, W, C) and a mask (N, H, W). Returns the interpolated features in float32,
-    which are 0 in rows without visible features, and a mask (N, H, W), False in these rows.
+    Takes features (N, H, W, C) and a mask (N, H, W), True at visible positions. Returns the
+    interpolated features (N, H, W, C) in float32, and a mask (N, H, W). In rows without visible
+    features, the interpolated features are 0, and the mask is False.
     """
     width = visible.shape[-1]
     index = torch.arange(width, device=visible.device)
+    # The nearest visible columns at or before, and at or after each position, (N, H, W). They are
+    # -1 and ``width`` if there is none.
     before = torch.where(visible, index, -1).cummax(dim=-1).values
     after = torch.where(visible, index, width).flip(-1).cummin(dim=-1).values.flip(-1)
     has_before = before >= 0
@@ -124,13 +134,15 @@ def interpolate(z: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     between = (index - before) / (after - before).clamp(min=1)  # 0 at visible positions
     weight_after = torch.where(has_before & has_after, between, has_after.float())
     weight_before = torch.where(has_before, 1 - weight_after, 0.0)
-    # A matrix (W, W) per row. The gradients of a gather would not be deterministic on a GPU.
+    # The weights of all columns of a row at each of its positions, (N, H, W, W). A matrix product
+    # is used, because the gradients of a gather would not be deterministic on a GPU.
     weights = weight_before.unsqueeze(-1) * (before.unsqueeze(-1) == index)
     weights = weights + weight_after.unsqueeze(-1) * (after.unsqueeze(-1) == index)
     with torch.autocast(z.device.type, enabled=False):
         # Masked features have weight 0, but are set to 0 because they may be infinite or NaN.
-        mixed = weights @ torch.where(visible.unsqueeze(-1), z.float(), 0.0)
-    return mixed, has_before | has_after
+        visible_features = torch.where(visible.unsqueeze(-1), z.float(), 0.0)
+        interpolated = weights @ visible_features
+    return interpolated, has_before | has_after
 
 
 class RandomMasking(ReconstructionModel):
@@ -143,7 +155,7 @@ class RandomMasking(ReconstructionModel):
     def __init__(
         self, *, decoder: ReconstructionDecoder, mask_ratio: float = 0.75, **others: Any
     ) -> None:
-        """See ``ReconstructionModel``, and ``RandomMask`` for ``mask_ratio``."""
+        """Takes the arguments of ``ReconstructionModel``, and the share of masked positions."""
         super().__init__(decoder=decoder, **others)
         self.mask = RandomMask(grid_size=decoder.grid_size, mask_ratio=mask_ratio)
 
@@ -156,10 +168,16 @@ class RandomMasking(ReconstructionModel):
         }
 
     def forward(self, batched_inputs: list[dict[str, Any]], visible: Tensor | None = None) -> Any:
-        """Takes dicts with "image" (3, S, S). Returns training losses, or results of ``inference``.
+        """
+        Args:
+            batched_inputs: dicts with "image" (3, S, S).
+            visible: mask (N, G, G), True at visible patches. Images must have equally many. By
+                default, the mask is random in training. In evaluation, it depends on "image_id" or
+                "file_name".
 
-        ``visible`` (N, G, G) is True at visible patches, equally many in each image. By default, it
-        is random in training, and depends on "image_id" or "file_name" in evaluation.
+        Returns:
+            In training, a dict of losses. In evaluation, a dict per image: "reconstruction"
+            (3, S, S), "visible" (S, S) and "loss_reconstruction".
         """
         images = self.preprocess_image(batched_inputs)
         if visible is None:
@@ -176,13 +194,16 @@ class RandomMasking(ReconstructionModel):
         return self.inference(z, images, visible)
 
     def choose_visible(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
-        """Returns the mask of visible positions (N, G, G), see ``forward``."""
+        """Returns the mask of visible positions (N, G, G), random in training.
+
+        In evaluation, it depends on the "image_id" of the image, or else its "file_name", or else
+        its index in the batch.
+        """
         if self.training:
             return self.mask.draw(len(batched_inputs), device=self.device)
-        names = [
-            str(entry.get("image_id", entry.get("file_name", i)))
-            for i, entry in enumerate(batched_inputs)
-        ]
+        names = []
+        for index, entry in enumerate(batched_inputs):
+            names.append(str(entry.get("image_id", entry.get("file_name", index))))
         return self.mask.of_images(names, device=self.device)
 
     def hide(self, images: Tensor, visible: Tensor) -> Tensor:
@@ -193,13 +214,16 @@ class RandomMasking(ReconstructionModel):
 
 @META_ARCH_REGISTRY.register()
 class InterpolatedMasking(RandomMasking):
-    """Random masking with ``InterpolatedFeatures``: M_x is ``predictor.x``, M_y ``predictor.y``."""
+    """Random masking with ``InterpolatedFeatures``.
+
+    The matrices M_x and M_y are ``predictor.x`` and ``predictor.y``.
+    """
 
     predictor_class = InterpolatedFeatures
 
 
 @META_ARCH_REGISTRY.register()
 class MaskTokenMasking(RandomMasking):
-    """Random masking with a learned mask token, ``predictor.token``."""
+    """Random masking with a learned mask token, which is ``predictor.token``."""
 
     predictor_class = MaskToken

@@ -2,10 +2,11 @@
 """Base class of the objectives that reconstruct masked pixels: QB-Heat and random masking.
 
 The objectives differ in the part of the image that the encoder sees, and in how they predict the
-features of masked positions. Their config node is ``MODEL.QB_HEAT``. Papers: QB-Heat,
-arXiv:2211.13228, Sec. 4; "Masked Autoencoders Are Scalable Vision Learners" (MAE),
-arXiv:2111.06377. The decoder's heads, MLP, position encoding and initialization, the normalized
-patches, and the loss on masked positions follow MAE.
+features of masked positions. Their config node is ``MODEL.QB_HEAT``.
+
+Papers: QB-Heat, arXiv:2211.13228, Sec. 4; "Masked Autoencoders Are Scalable Vision Learners" (MAE),
+arXiv:2111.06377. These parts follow MAE: the decoder's heads, MLP, position encoding and
+initialization, the normalized patches, and the loss on masked positions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,9 +30,10 @@ _EPSILON = 1e-6  # added to the variance of a patch, as in MAE
 
 
 class DecoderBlock(Block):
-    """timm's pre-norm block, without dropout and layer scale, which can update some positions only.
+    """timm's pre-norm transformer block, which can compute only some positions.
 
-    In training, the last block skips visible patches, because they are not part of the loss.
+    In training, the last block computes only masked patches, because visible patches are not part
+    of the loss. Dropout and layer scale are not supported.
     """
 
     def __init__(self, dim: int, num_heads: int, **settings: Any) -> None:
@@ -40,7 +42,10 @@ class DecoderBlock(Block):
         self.attend = DotProductAttention()
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Takes (N, L, D). Returns updated features, only at ``positions`` (N, K) if given."""
+        """Takes features (N, L, D). Returns updated features (N, L, D).
+
+        If indices ``positions`` (N, K) are given, returns only these positions, (N, K, D).
+        """
         memory = self.norm1(x)
         queries = memory
         if positions is not None:
@@ -50,15 +55,21 @@ class DecoderBlock(Block):
         return x + self.mlp(self.norm2(x))
 
     def attend_to(self, queries: Tensor, memory: Tensor) -> Tensor:
-        """Attends from queries (N, K, D) to ``memory`` (N, L, D), with timm's weights."""
+        """Attends from queries (N, K, D) to ``memory`` (N, L, D), with timm's weights.
+
+        Returns features (N, K, D).
+        """
         attention = self.attn
         dim = queries.shape[-1]
+        num_heads = attention.num_heads
+        # timm stacks the weights of queries, keys and values, (3 D, D).
         query_weight, key_value_weight = attention.qkv.weight.split([dim, 2 * dim])
         query_bias, key_value_bias = attention.qkv.bias.split([dim, 2 * dim])
-        heads = (attention.num_heads, -1)
-        query = F.linear(queries, query_weight, query_bias).unflatten(2, heads).transpose(1, 2)
-        pairs = F.linear(memory, key_value_weight, key_value_bias).unflatten(2, (2, *heads))
-        key, value = pairs.permute(2, 0, 3, 1, 4).unbind(0)  # (N, heads, L, D / heads) each
+        query = F.linear(queries, query_weight, query_bias)  # (N, K, D)
+        query = query.unflatten(2, (num_heads, -1)).transpose(1, 2)  # (N, heads, K, D / heads)
+        key_value = F.linear(memory, key_value_weight, key_value_bias)  # (N, L, 2 D)
+        key_value = key_value.unflatten(2, (2, num_heads, -1))  # (N, L, 2, heads, D / heads)
+        key, value = key_value.permute(2, 0, 3, 1, 4).unbind(0)  # (N, heads, L, D / heads) each
         return attention.proj(self.attend(query, key, value))
 
 
@@ -88,7 +99,8 @@ class ReconstructionDecoder(nn.Module):
             ValueError: a number is out of range.
         """
         super().__init__()
-        is_divisible = min(dim, num_heads) >= 1 and dim % num_heads == 0 and dim % 4 == 0
+        is_positive = dim >= 1 and num_heads >= 1
+        is_divisible = is_positive and dim % num_heads == 0 and dim % 4 == 0
         allowed = f"divisible by 4 and DECODER_HEADS ({num_heads})"
         check_value(is_divisible, "QB_HEAT.DECODER_DIM", dim, allowed)
         check_value(depth >= 1, "QB_HEAT.DECODER_DEPTH", depth, "at least 1")
@@ -131,9 +143,11 @@ def patchify(images: Tensor, patch_size: int, positions: Tensor | None = None) -
 
     If indices ``positions`` (N, K) are given, returns only these patches.
     """
-    squares = images.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))
-    # flatten makes the only copy, after which the values of a patch are contiguous.
-    patches = squares.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+    # (N, 3, G, patch_size, G, patch_size)
+    blocks = images.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))
+    blocks = blocks.permute(0, 2, 4, 1, 3, 5)  # (N, G, G, 3, patch_size, patch_size)
+    # The first flatten makes the only copy. After it, the values of a patch are contiguous.
+    patches = blocks.flatten(3).flatten(1, 2)
     if positions is None:
         return patches
     return take(patches, positions)
@@ -141,18 +155,21 @@ def patchify(images: Tensor, patch_size: int, positions: Tensor | None = None) -
 
 def take(x: Tensor, positions: Tensor) -> Tensor:
     """Selects the rows of ``x`` (N, L, D) at indices (N, K). Returns rows (N, K, D)."""
-    first = torch.arange(0, x.shape[0] * x.shape[1], x.shape[1], device=x.device)
-    rows = (positions + first[:, None]).flatten()  # index_select copies whole rows; gather is slow
+    num_images, num_rows = x.shape[:2]
+    # gather would be slow. index_select copies whole rows, of all images in one list.
+    first_rows = torch.arange(0, num_images * num_rows, num_rows, device=x.device)  # (N,)
+    rows = (positions + first_rows[:, None]).flatten()
     return x.flatten(0, 1).index_select(0, rows).unflatten(0, positions.shape)
 
 
 def masked_positions(visible: Tensor, count: int) -> Tensor:
     """Returns the sorted indices (N, count) of masked positions, where ``visible`` (N, L) is False.
 
-    Each image has ``count`` masked positions. As ``count`` is given, no synchronization with the
-    GPU is needed.
+    Each image must have ``count`` masked positions. Because the number is known, no synchronization
+    with the GPU is needed.
     """
-    return visible.byte().argsort(dim=1, stable=True)[:, :count]
+    order = visible.byte().argsort(dim=1, stable=True)  # masked positions (0) come first
+    return order[:, :count]
 
 
 def enlarge_mask(mask: Tensor, patch_size: int) -> Tensor:
@@ -181,9 +198,11 @@ class ReconstructionLoss(nn.Module):
         """Takes true patches (N, L, P) and returns the prediction targets (N, L, P)."""
         if not self.normalize_patches:
             return patches
-        # Equal to normalization by the unbiased variance, but ``var_mean`` is slow on CPUs.
-        share = 1 - 1 / patches.shape[-1]
-        return F.layer_norm(patches, patches.shape[-1:], eps=_EPSILON * share) * share**0.5
+        # MAE divides by the unbiased variance, and layer_norm by the biased variance. The factor
+        # makes both equal. torch.var_mean would be slow on CPUs.
+        biased_over_unbiased = 1 - 1 / patches.shape[-1]
+        normalized = F.layer_norm(patches, patches.shape[-1:], eps=_EPSILON * biased_over_unbiased)
+        return normalized * biased_over_unbiased**0.5
 
     def restore(self, predicted: Tensor, patches: Tensor) -> Tensor:
         """Rescales normalized predictions (N, L, P) by mean and variance of the true patches."""
@@ -200,15 +219,15 @@ class FeaturePredictor(Protocol):
     """C, the channels of the features."""
 
     def __call__(self, z: Tensor, *args: Any) -> Tensor:
-        """Takes features and arguments that depend on the objective. Returns (N, G, G, C)."""
+        """Takes visible features and other arguments of the objective. Returns (N, G, G, C)."""
 
 
 class ReconstructionModel(PretrainingModel):
     """Encodes the visible part, predicts the features of the rest, and decodes to pixels.
 
     The features have G x G positions, one per patch. Their stride is the side of a patch. In
-    evaluation, ``forward`` returns the results of ``inference``. If ``views`` lists quarters,
-    ``forward`` takes the visible quarters as its second argument.
+    evaluation, ``forward`` of a subclass returns the results of ``inference``. If ``views`` lists
+    quarters, its second argument are the visible quarters.
     """
 
     pretrain_only_modules = ("projection", "predictor", "decoder")
@@ -216,7 +235,7 @@ class ReconstructionModel(PretrainingModel):
     """G must be a multiple of this number."""
 
     views: Mapping[str, Sequence[str]] = {"patches": ()}
-    """The kinds of visible parts, each with the quarters that images use in turn."""
+    """The kinds of visible parts. The values are the positions of visible quarters, if any."""
 
     def __init__(
         self,
@@ -235,7 +254,7 @@ class ReconstructionModel(PretrainingModel):
             decoder: decodes features to pixels. Its grid and patch size define the image size.
             loss: compares predicted and true patches.
             in_feature: name of the backbone's feature map.
-            statistics: ``pixel_mean`` and ``pixel_std``, see ``ImageModel``.
+            statistics: ``pixel_mean`` and ``pixel_std`` of the images.
 
         Raises:
             ValueError: the backbone has no such feature map, its stride is not the decoder's patch
@@ -291,7 +310,8 @@ class ReconstructionModel(PretrainingModel):
 
     def encode(self, visible: Tensor) -> Tensor:
         """Takes images or visible parts of images, (N, 3, H, W). Returns features (N, h, w, C)."""
-        z: Tensor = self.projection(self.backbone(visible)[self.in_feature])
+        feature_map = self.backbone(visible)[self.in_feature]
+        z: Tensor = self.projection(feature_map)  # (N, C, h, w)
         return z.permute(0, 2, 3, 1).contiguous()
 
     def training_losses(
@@ -302,16 +322,18 @@ class ReconstructionModel(PretrainingModel):
         Takes features (N, G, G, C), normalized images (N, 3, S, S) and the mask ``visible``
         (N, G * G), which is False at ``num_masked`` patches of each image.
         """
-        masked = masked_positions(visible, num_masked)
+        masked = masked_positions(visible, num_masked)  # (N, num_masked)
         predicted = self.decoder(z, masked)
-        target = self.loss.find_target(patchify(images, self.decoder.patch_size, masked))
+        patches = patchify(images, self.decoder.patch_size, masked)
+        target = self.loss.find_target(patches)
         return {"loss_reconstruction": F.mse_loss(predicted.float(), target)}
 
     def inference(self, z: Tensor, images: Tensor, visible: Tensor) -> list[dict[str, Any]]:
         """Returns "reconstruction" (3, S, S), "visible" (S, S) and "loss_reconstruction" per image.
 
-        For the arguments, see ``training_losses``. Reconstructions have the mapper's range of pixel
-        values.
+        Takes features (N, G, G, C), normalized images (N, 3, S, S) and the mask ``visible``
+        (N, G * G). Reconstructions are not normalized: they have the range of pixel values of the
+        dataset mapper.
         """
         patch_size = self.decoder.patch_size
         grid = (self.decoder.grid_size, self.decoder.grid_size)
@@ -319,10 +341,10 @@ class ReconstructionModel(PretrainingModel):
         patches = patchify(images, patch_size)
         losses = self.loss(predicted, patches, visible)
         restored = self.loss.restore(predicted, patches).transpose(1, 2)  # (N, P, G * G)
-        pixels = F.pixel_shuffle(restored.unflatten(2, grid), patch_size)
-        pixels = pixels * self.pixel_std + self.pixel_mean
-        visible = enlarge_mask(visible.unflatten(1, grid), patch_size)
-        return [
-            {"reconstruction": image, "visible": mask, "loss_reconstruction": loss}
-            for image, mask, loss in zip(pixels, visible, losses, strict=True)
-        ]
+        pixels = F.pixel_shuffle(restored.unflatten(2, grid), patch_size)  # (N, 3, S, S)
+        reconstructions = pixels * self.pixel_std + self.pixel_mean
+        pixel_masks = enlarge_mask(visible.unflatten(1, grid), patch_size)  # (N, S, S)
+        results = []
+        for image, mask, loss in zip(reconstructions, pixel_masks, losses, strict=True):
+            results.append({"reconstruction": image, "visible": mask, "loss_reconstruction": loss})
+        return results

@@ -3,12 +3,17 @@
 
 Paper: "Wasserstein Dependency Measure for Representation Learning", Ozair et al., arXiv:1903.11780,
 in its dual form. Gradient penalty: "Improved Training of Wasserstein GANs", arXiv:1704.00028.
-Deviations: The areas are two quarters at corners of an image, as in QB-Heat. Let x and y be their
-features, of norm ``radius``, and f(x, y) the critic. Its slope is the norm of the gradient of f
-with respect to the features (x, y), not to the images, so that the penalty trains only the critic.
-Only slopes above 1 are penalized (arXiv:1709.08894). Encoder and critic maximize the same estimate
-in one step. The critic has a bilinear term. Each x is paired with all y of a batch, so that terms
-of f that depend only on x cancel. See docs/objectives.md.
+
+The areas are two quarters at corners of an image, as in QB-Heat. Let x and y be their features, of
+norm ``radius``. The critic f(x, y) is a network that scores the pair. Its slope is the norm of its
+gradient. Deviations from the papers (docs/objectives.md gives the reasons):
+
+* The gradient is computed with respect to the features (x, y), not to the images, so that the
+  penalty trains only the critic.
+* Only slopes above 1 are penalized (arXiv:1709.08894).
+* Encoder and critic are trained together, in the same step, and maximize the same estimate.
+* The critic has a bilinear term.
+* Each x is paired with all y of a batch, so that terms of f that depend only on x cancel.
 """
 
 from typing import Any, NamedTuple
@@ -29,7 +34,7 @@ from .projection_head import ProjectionHead, embedding_from_config
 
 FORMS = ("dual", "contrastive")
 Pairs = tuple[Tensor, Tensor]
-"""x and y, (N, D) each."""
+"""N pairs: the features x (N, D) and y (N, D)."""
 
 
 class DependencyDraw(NamedTuple):
@@ -37,7 +42,7 @@ class DependencyDraw(NamedTuple):
 
     first: Tensor  # (N,), a corner of each image
     second: Tensor  # (N,), a different corner of each image
-    mixing: Tensor  # (N,) in [0, 1], see ``LipschitzCritic.slopes``
+    mixing: Tensor  # (N,) in [0, 1], weights of the points at which slopes are computed
 
 
 class LipschitzCritic(nn.Module):
@@ -47,7 +52,8 @@ class LipschitzCritic(nn.Module):
         """Takes the dimension D of x and y, and the width of the hidden layers, at least 1."""
         super().__init__()
         check_value(hidden_dim >= 1, "WASSERSTEIN.CRITIC_DIM", hidden_dim, "at least 1")
-        # The first layer of [x, y] is split, so that N x N pairs need only 2N rows of it.
+        # The first layer of the concatenation of x and y, split into a part for x and a part for y.
+        # For N x N pairs, each part is computed only N times.
         self.from_x = nn.Linear(dim, hidden_dim)
         self.from_y = nn.Linear(dim, hidden_dim, bias=False)
         self.rest = nn.Sequential(
@@ -63,52 +69,64 @@ class LipschitzCritic(nn.Module):
             y = y.float()
             hidden = self.rest(self.from_x(x) + self.from_y(y))
             values: Tensor = self.head(hidden).squeeze(-1)
-            return values + ((x @ self.interaction) * y).sum(dim=-1)
+            bilinear_term = ((x @ self.interaction) * y).sum(dim=-1)
+            return values + bilinear_term
 
     def slopes(self, joint: Pairs, others: Pairs, mixing: Tensor) -> Tensor:
-        """Returns the norm (N,) of the critic's gradient at points between two kinds of pairs.
+        """Returns the norms (N,) of the critic's gradients at N random points.
 
-        ``joint`` are pairs from the same image, and ``others`` from different images. ``mixing``
-        (N,) in [0, 1] is the weight of ``joint`` in the point at which the gradient is computed.
-        The pairs are detached, so the encoder gets no gradients from the slopes.
+        Each point lies on the line between two pairs of features: the i-th pair of ``joint``, whose
+        quarters are from the same image, and the i-th pair of ``others``, whose quarters are from
+        different images. ``mixing`` (N,) in [0, 1] is the weight of the pair of ``joint``. The
+        features are detached, so the encoder gets no gradients from the slopes.
         """
-        share = mixing[:, None]
-        between = []
-        for end, other_end in zip(joint, others, strict=True):
-            point = share * end.detach().float() + (1 - share) * other_end.detach().float()
-            between.append(point.requires_grad_())
+        weight = mixing[:, None]  # (N, 1)
+        points = []  # x and y, (N, D) each
+        for joint_features, other_features in zip(joint, others, strict=True):
+            point = weight * joint_features.detach().float()
+            point = point + (1 - weight) * other_features.detach().float()
+            points.append(point.requires_grad_())
         # Autocast would compute the gradient in half precision, and no_grad would disable it.
         with torch.autocast(mixing.device.type, enabled=False), torch.enable_grad():
-            values = self(*between)
-            gradients = torch.autograd.grad(values.sum(), between, create_graph=True)
+            values = self(*points)  # (N,)
+            gradients = torch.autograd.grad(values.sum(), points, create_graph=True)
+        squared_norms = torch.cat(gradients, dim=1).square().sum(dim=1)
         # 1e-12 is added because the norm is not differentiable at a zero gradient.
-        return (torch.cat(gradients, dim=1).square().sum(dim=1) + 1e-12).sqrt()
+        return (squared_norms + 1e-12).sqrt()
 
 
 def dual_distance(values: Tensor, partners: Tensor) -> Tensor:
-    """Returns the scalar mean of values (N, M) over pairs from the same image, minus their mean
-    over all other pairs. ``partners`` (N,) are the columns of pairs from the same image."""
-    joint = values.gather(1, partners[:, None]).squeeze(1)
-    others = (values.sum(dim=1) - joint) / (values.shape[1] - 1)
-    return (joint - others).mean()
+    """Returns the mean value of pairs from the same image, minus the mean value of all other pairs.
+
+    Args:
+        values: the critic's values (N, M) of N x M pairs.
+        partners: (N,), for each row, the column of the pair from the same image.
+    """
+    joint = values.gather(1, partners[:, None]).squeeze(1)  # (N,)
+    mean_of_others = (values.sum(dim=1) - joint) / (values.shape[1] - 1)  # (N,)
+    return (joint - mean_of_others).mean()
 
 
 def crop_areas(images: Tensor, corners: Tensor) -> Tensor:
-    """Crops images (N, C, S, S) to the quarters (N, C, S / 2, S / 2) at ``corners`` (N,)."""
+    """Crops images (N, C, S, S) to the quarters (N, C, S / 2, S / 2) at ``corners`` (N,).
+
+    The index of a corner is 2 * row + column.
+    """
     half = images.shape[-1] // 2
-    rows = images.unflatten(-1, (2, half)).unflatten(-3, (2, half))  # (N, C, 2, h, 2, h)
-    quarters = rows.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)  # (N, 4, C, h, h)
-    return quarters[torch.arange(len(images), device=images.device), corners]
+    split = images.unflatten(-1, (2, half)).unflatten(-3, (2, half))  # (N, C, 2, half, 2, half)
+    quarters = split.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)  # (N, 4, C, half, half)
+    image_indices = torch.arange(len(images), device=images.device)
+    return quarters[image_indices, corners]
 
 
 @META_ARCH_REGISTRY.register()
 class WassersteinDependency(PretrainingModel):
     """Encodes two quarters of each image, and scores pairs of quarters by a critic.
 
-    In each process, the critic pairs the first quarters of the process's N images with the second
-    quarters of all M images on all processes. Each hidden layer of the critic has N x M x
-    ``CRITIC_DIM`` values. With several processes, use a synchronized ``NORM``, because BatchNorm
-    statistics would reveal which process encoded a quarter.
+    In each process, the critic pairs the first quarters of the N images of this process with the
+    second quarters of the M images of all processes. Each hidden layer of the critic has N x M x
+    ``CRITIC_DIM`` values. With several processes, use a synchronized ``NORM``. Otherwise the
+    BatchNorm statistics reveal which process encoded a quarter.
 
     The dual form maximizes the mean of f(x, y) over pairs from the same image, minus the mean over
     pairs from different images. The contrastive form, which the paper trains, replaces the second
@@ -130,11 +148,19 @@ class WassersteinDependency(PretrainingModel):
         radius: float = 1.0,
         **others: Any,
     ) -> None:
-        """See ``PretrainingModel``. ``head`` projects to embeddings (N, D).
+        """
+        Args:
+            backbone: the encoder.
+            head: projects the encoder's outputs to embeddings (N, D).
+            critic: scores pairs of embeddings.
+            form: "dual" or "contrastive".
+            penalty_weight: factor on the squared excess of slopes above 1. If W is the distance,
+                the slope at the optimum of the dual form is 1 + W / (2 * penalty_weight).
+            radius: norm of the embeddings.
+            others: the other arguments of ``PretrainingModel``.
 
-        ``form`` is "dual" or "contrastive". ``penalty_weight`` multiplies the squared excess of
-        slopes above 1. If W is the distance, the slope at the optimum of the dual form is
-        1 + W / (2 * penalty_weight). ``radius`` is the norm of embeddings.
+        Raises:
+            ValueError: an argument is out of range, or the feature map cannot be halved.
         """
         super().__init__(backbone=backbone, head_in_features=head.in_features, **others)
         find_feature_map(backbone.output_shape(), self.in_feature, self.image_size, multiple=2)
@@ -164,20 +190,28 @@ class WassersteinDependency(PretrainingModel):
     def forward(
         self, batched_inputs: list[dict[str, Any]], drawn: DependencyDraw | None = None
     ) -> Any:
-        """Takes dicts with "image" (3, S, S).
+        """
+        Args:
+            batched_inputs: dicts with "image" (3, S, S).
+            drawn: random choices in training. By default, they are drawn here.
 
-        In training, returns scalars "loss_dependency" and "loss_penalty". ``drawn`` are the random
-        choices in training. In evaluation, returns one ``{"embedding": (D,)}`` per whole image, of
-        norm ``radius``. Raises a ``UserError`` if all processes together train on one image.
+        Returns:
+            In training, the scalars "loss_dependency" and "loss_penalty". In evaluation, one
+            ``{"embedding": (D,)}`` of norm ``radius`` for each whole image.
+
+        Raises:
+            UserError: all processes together train on a single image.
         """
         images = self.preprocess_image(batched_inputs)
         if not self.training:
             return [{"embedding": row} for row in self.embed(images)]
-        drawn = drawn or self.draw(len(images))
+        if drawn is None:
+            drawn = self.draw(len(images))
         areas = [crop_areas(images, drawn.first), crop_areas(images, drawn.second)]
         x, y = self.embed(torch.cat(areas)).chunk(2)  # (N, D) each
         all_x = gather_over_processes(x)  # (M, D)
         all_y = gather_over_processes(y)
+        # For each x, the index of the y from the same image.
         partners = torch.arange(len(x), device=x.device) + comm.get_rank() * len(x)
         if len(all_y) < 2:
             raise UserError(
@@ -185,7 +219,8 @@ class WassersteinDependency(PretrainingModel):
                 "raise SOLVER.IMS_PER_BATCH, or lower SOLVER.ACCUMULATE"
             )
         values = self.critic(x[:, None], all_y[None])  # (N, M)
-        # The next images in the batch, whose order is random, serve as different images.
+        # Pairs from different images: x of the next image and y of the image after it. Batches are
+        # in random order.
         others = (all_x.roll(-1, 0)[partners], all_y.roll(-2, 0)[partners])
         slopes = self.critic.slopes((x, y), others, drawn.mixing)
         distance = dual_distance(values.detach(), partners)
@@ -200,10 +235,14 @@ class WassersteinDependency(PretrainingModel):
     def draw(self, num_images: int) -> DependencyDraw:
         """Draws random choices on the device. First quarters are at all corners equally often."""
         device = self.device
-        turns = torch.randperm(num_images, device=device) + torch.randint(4, (), device=device)
-        offset = torch.randint(1, 4, (num_images,), device=device)
+        # A permutation modulo 4 has all corners equally often. The shift decides which corners
+        # occur once more, if the number of images is no multiple of 4.
+        permutation = torch.randperm(num_images, device=device)
+        shift = torch.randint(4, (), device=device)
+        first = permutation + shift
+        offset = torch.randint(1, 4, (num_images,), device=device)  # to a different corner
         mixing = torch.rand(num_images, device=device)
-        return DependencyDraw(turns % 4, (turns + offset) % 4, mixing)
+        return DependencyDraw(first=first % 4, second=(first + offset) % 4, mixing=mixing)
 
     def embed(self, images: Tensor) -> Tensor:
         """Embeds images, or areas of images, (N, 3, H, W), as vectors (N, D)."""
