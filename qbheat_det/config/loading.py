@@ -4,8 +4,6 @@
 import ast
 import contextlib
 import difflib
-import functools
-import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -58,21 +56,24 @@ def get_config_path(name: str | os.PathLike[str]) -> str:
     for root in roots:
         if (root / short).is_file():
             return str(root / short)
-    shipped = {str(path.relative_to(root)) for root in roots for path in root.rglob("*.yaml")}
-    similar = difflib.get_close_matches(short, sorted(shipped), n=3, cutoff=0.3)
-    similar = similar or sorted(shipped)[:3]
+    names: set[str] = set()
+    for root in roots:
+        names.update(str(path.relative_to(root)) for path in root.rglob("*.yaml"))
+    shipped = sorted(names)
+    similar = difflib.get_close_matches(short, shipped, n=3, cutoff=0.3) or shipped[:3]
     raise UserError(f"config file '{name}' does not exist; did you mean {', '.join(similar)}?")
 
 
 def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] = ()) -> CfgNode:
     """Merges a YAML file and ``KEY VALUE`` pairs into the package's default config.
 
-    If one source sets a schedule in epochs, and another one sets it in iterations, the later source
-    is used. The order of sources is ``_BASE_``, the file, ``opts``.
+    The sources are, in this order, the file's ``_BASE_``, the file, and ``opts``. A later source
+    overrides the values of an earlier one. Keys in epochs, such as ``SOLVER.EPOCHS``, and their
+    counterparts in iterations, such as ``SOLVER.MAX_ITER``, override each other.
 
     Args:
-        path: YAML file or name of a shipped config, see ``get_config_path``; None for the defaults.
-            Python tags in the file are refused.
+        path: path of a YAML file, or name of a shipped config; None for the defaults. Python tags
+            in the file are refused.
         opts: alternating keys and values, as after the flags of ``tools/train_net.py``.
 
     Raises:
@@ -80,12 +81,13 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
             has the wrong type; or a timm model does not exist.
     """
     cfg = get_cfg()
-    layers = []
+    layers: list[tuple[str, dict[str, object]]] = []  # (source, values by dotted key)
     if path is not None:
         layers += _read_layers(Path(get_config_path(path)))
     if len(opts) % 2:
         raise UserError(f"overrides are KEY VALUE pairs, but '{opts[-1]}' has no partner")
-    layers.append(("command line", dict(zip(opts[::2], opts[1::2], strict=True))))
+    keys = opts[::2]
+    layers.append(("command line", dict(zip(keys, opts[1::2], strict=True))))
     for source, values in layers:
         for key, value in values.items():
             _set(cfg, key, value, source)
@@ -101,18 +103,19 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
 
 
 def dump_config(cfg: CfgNode) -> str:
-    """Returns a config as YAML without references; ten times as fast as ``cfg.dump()``."""
+    """Returns a config as YAML. This is ten times as fast as ``cfg.dump()``."""
     return str(yaml.dump(_to_dict(cfg), Dumper=_WithoutReferences))
 
 
 class _WithoutReferences(_Dumper):
-    """Writes repeated lists in full, not as references to the first one."""
+    """Writes a list that occurs twice in full, not as a reference to the first occurrence."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
 
 
 def _to_dict(cfg: CfgNode) -> dict[str, object]:
+    """Returns a config as nested dicts."""
     values = {}
     for key, value in cfg.items():
         values[key] = _to_dict(value) if isinstance(value, CfgNode) else value
@@ -121,22 +124,27 @@ def _to_dict(cfg: CfgNode) -> dict[str, object]:
 
 def load_yaml(text: str) -> Any:
     """Parses YAML. Raises a ``YAMLError`` if it is invalid, or too deeply nested for libyaml."""
-    depth = 0
+    depth = 0  # number of lists and mappings around the present value
     for event in yaml.parse(text, Loader=Loader):
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
         if depth > _MAX_DEPTH:
             raise yaml.YAMLError(f"values are nested in more than {_MAX_DEPTH} levels")
     return yaml.load(text, Loader=Loader)
 
 
 def read_values(text: str) -> dict[str, object]:
-    """Parses a config in YAML; returns its values by dotted key."""
+    """Returns the values of a config in YAML, by dotted key."""
     return dict(list_leaves(load_yaml(text) or {}))
 
 
 def with_values(cfg: CfgNode, values: Mapping[str, object] | None = None) -> CfgNode:
-    """Returns an unfrozen copy of a config in which ``values`` are set by dotted key."""
+    """Returns an unfrozen copy of a config, changed by ``values``.
+
+    The keys of ``values`` are dotted, such as "MODEL.DEVICE".
+    """
     changed: CfgNode = cfg.clone()
     changed.defrost()
     for key, value in (values or {}).items():
@@ -149,7 +157,10 @@ def with_values(cfg: CfgNode, values: Mapping[str, object] | None = None) -> Cfg
 
 
 def list_leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yields dotted keys and values of a config or of nested dicts."""
+    """Yields the dotted key and the value of each entry of a config or of nested dicts.
+
+    All keys begin with ``prefix``. An empty dict counts as a value.
+    """
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from list_leaves(value, f"{prefix}{key}.")
@@ -158,8 +169,11 @@ def list_leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[
 
 
 def get_value(cfg: CfgNode, key: str) -> Any:
-    """Returns the value of a dotted key."""
-    return functools.reduce(operator.getitem, key.split("."), cfg)
+    """Returns the value of a dotted key, such as "MODEL.DEVICE"."""
+    value: Any = cfg
+    for name in key.split("."):
+        value = value[name]
+    return value
 
 
 def _set(cfg: CfgNode, key: str, value: object, source: str) -> None:
@@ -174,8 +188,9 @@ def _set(cfg: CfgNode, key: str, value: object, source: str) -> None:
         ) from None
     if isinstance(present, CfgNode):
         raise UserError(f"{source}: '{key}' is a group of keys and takes no value of its own")
-    if isinstance(present, float) and str(value).lstrip("+-").isdecimal():
-        value = float(str(value))  # yacs takes no integer for a float
+    is_integer = str(value).lstrip("+-").isdecimal()
+    if isinstance(present, float) and is_integer:
+        value = float(str(value))  # yacs refuses an integer as the value of a float
     try:
         if present is not None and str(value) == "None":  # yacs accepts None for any type
             raise ValueError(f"there is no value, expected {type(present).__name__}")
@@ -187,7 +202,11 @@ def _set(cfg: CfgNode, key: str, value: object, source: str) -> None:
 def _read_layers(
     path: Path, children: tuple[Path, ...] = ()
 ) -> list[tuple[str, dict[str, object]]]:
-    """Returns (path, values by dotted key) for a file and all its bases, lowest base first."""
+    """Reads a config file and, recursively, the files that its ``_BASE_`` names.
+
+    Returns (path, values by dotted key) of each file. A base comes before the file that names it.
+    ``children`` are the files that led to this one by ``_BASE_``, as absolute paths.
+    """
     absolute = Path(os.path.abspath(path))
     if absolute in children:
         raise UserError(f"{path} and {children[-1]} inherit from each other by _BASE_")
@@ -199,26 +218,28 @@ def _read_layers(
         raise UserError(f"{path} is not plain YAML: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} is not a config: its top level must be a mapping of keys")
-    base = content.pop("_BASE_", None)
-    bases = base or []
+    base = content.pop("_BASE_", None)  # a path, or a list of paths
     if isinstance(base, str):
-        bases = [base]
-    if not isinstance(bases, list) or not all(isinstance(name, str) for name in bases):
+        base_paths = [base]
+    else:
+        base_paths = base or []
+    if not isinstance(base_paths, list) or not all(isinstance(name, str) for name in base_paths):
         raise UserError(f"{path}: _BASE_ must be the path of a YAML file, but is {base!r}")
     layers = []
-    for name in bases:
-        layers += _read_layers(path.parent / os.path.expanduser(name), (*children, absolute))
+    for name in base_paths:
+        base_path = path.parent / os.path.expanduser(name)
+        layers += _read_layers(base_path, (*children, absolute))
     values = dict(list_leaves(content))
     first_stage = values.get("SOLVER.FIRST_STAGE")
-    if first_stage:  # a file beside this one, or the name of a shipped config
-        beside = absolute.parent / os.path.expanduser(str(first_stage))
-        if beside.is_file():
-            values["SOLVER.FIRST_STAGE"] = str(beside)
+    if first_stage:  # a path relative to this file, or the name of a shipped config
+        relative_to_file = absolute.parent / os.path.expanduser(str(first_stage))
+        if relative_to_file.is_file():
+            values["SOLVER.FIRST_STAGE"] = str(relative_to_file)
     return [*layers, (str(path), values)]
 
 
 def switch_off_overruled_epochs(cfg: CfgNode, layers: Sequence[Mapping[str, object]]) -> None:
-    """Disables, in place, each setting given in epochs if a later layer gives it in iterations.
+    """Resets keys in epochs, in place, that a later layer overrides by iterations.
 
     For example, ``SOLVER.MAX_ITER 100`` on the command line overrides ``SOLVER.EPOCHS`` in a file.
 
@@ -231,26 +252,30 @@ def switch_off_overruled_epochs(cfg: CfgNode, layers: Sequence[Mapping[str, obje
         UserError: a layer sets both epochs and iterations. The complete config of an earlier run
             may set both, because its iterations were computed from its epochs.
     """
-    overruled: set[str] = set()
+    overridden: set[str] = set()  # keys in epochs
     for layer in layers:
-        is_whole_config = {*EPOCH_KEYS, *EPOCH_KEYS.values()} <= set(layer)
-        for epochs, iterations in EPOCH_KEYS.items():
-            if epochs in layer:
-                overruled.discard(epochs)
-                if iterations in layer and _is_on(layer[epochs]) and not is_whole_config:
-                    raise UserError(
-                        f"{epochs} {layer[epochs]} and {iterations} {layer[iterations]} mean the "
-                        "same thing: leave one out"
-                    )
-            elif iterations in layer:
-                overruled.add(epochs)
-    for key in overruled:
+        is_complete_config = {*EPOCH_KEYS, *EPOCH_KEYS.values()} <= set(layer)
+        for epoch_key, iteration_key in EPOCH_KEYS.items():
+            sets_epochs = epoch_key in layer
+            sets_iterations = iteration_key in layer
+            if sets_iterations and not sets_epochs:
+                overridden.add(epoch_key)
+            if not sets_epochs:
+                continue
+            overridden.discard(epoch_key)
+            if sets_iterations and _is_on(layer[epoch_key]) and not is_complete_config:
+                raise UserError(
+                    f"{epoch_key} {layer[epoch_key]} and {iteration_key} {layer[iteration_key]} "
+                    "mean the same thing: leave one out"
+                )
+    for key in overridden:
         section, name = key.split(".")
-        cfg[section][name] = type(cfg[section][name])()
+        value_type = type(cfg[section][name])
+        cfg[section][name] = value_type()  # 0.0, or an empty list
 
 
 def _is_on(value: object) -> bool:
-    """Whether a value in epochs is neither 0 nor empty; values of the command line are text."""
+    """Whether a value in epochs is neither 0 nor empty. On the command line, values are text."""
     if isinstance(value, str):
         value = ast.literal_eval(value)
     return bool(value)
@@ -279,7 +304,10 @@ def check_timm_name(name: str) -> None:
 
 
 def find_memory_format(cfg: CfgNode) -> torch.memory_format:
-    """Returns the memory format. With ``MODEL.CHANNELS_LAST`` None, only CPUs use channels-last."""
+    """Returns the memory format of feature maps that ``MODEL.CHANNELS_LAST`` names.
+
+    None means channels-last on CPUs, and contiguous on other devices.
+    """
     channels_last = cfg.MODEL.CHANNELS_LAST
     if channels_last not in (None, True, False):  # yacs accepts any type in place of None
         raise UserError(
@@ -303,11 +331,7 @@ def at_least(least: int) -> tuple[Callable[[Any], object], str]:
 
 
 def check_values(cfg: CfgNode, rules: Rules) -> None:
-    """Checks values of a config.
-
-    Raises:
-        UserError: a value is not valid; the message names its key.
-    """
+    """Raises a ``UserError`` that names the key if a value of a config breaks its rule."""
     for key, (is_valid, expected) in rules.items():
         value = get_value(cfg, key)
         if not is_valid(value):
@@ -316,9 +340,9 @@ def check_values(cfg: CfgNode, rules: Rules) -> None:
 
 @contextlib.contextmanager
 def refuse_bad_values(where: str) -> Iterator[None]:
-    """Context that converts errors of constructors about bad values to a ``UserError``.
+    """Context that converts errors of constructors to a ``UserError``, as values are wrong.
 
-    ``where`` names the source of the values in the message, such as "this config".
+    ``where`` is the source of the values, for the message, such as "this config".
     """
     try:
         yield

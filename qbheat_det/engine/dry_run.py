@@ -37,7 +37,7 @@ from .run import Stage
 from .trainer import Trainer
 
 _SUFFIX = "_dry_run"
-_NUM_TEST_IMAGES = 6
+_NUM_TEST_IMAGES = 6  # of each test set
 _ADVICE = "A lower SOLVER.EPOCHS at the end of the command makes the run shorter."
 _TOO_SMALL = {
     "Disk": "The disk is too small: lower SOLVER.CHECKPOINTS_KEPT or free some space.",
@@ -52,10 +52,12 @@ class DryRunReport:
 
     Attributes:
         model: name, device and size of the model.
-        costs: maps each part of the run to seconds per call and number of calls.
-        memory: peak of this process and its workers in bytes, and the peak of tensors on the GPU.
-        disks: maps "Disk" (all checkpoints and weights that exist at the same time) and "Cache"
-            (features that are not cached yet) to the bytes that are needed and available.
+        costs: maps each part of the run, such as "Checkpoint", to seconds per call and number of
+            calls.
+        memory: maps "Memory" to the peak of this process and its workers in bytes, and "GPU memory"
+            to the peak of tensors on the GPU.
+        disks: maps "Disk" and "Cache" to the bytes that are needed and available. "Disk" is for
+            checkpoints and weights, and "Cache" for features that are not cached yet.
     """
 
     model: str
@@ -80,9 +82,11 @@ class DryRunReport:
         for name, (needed, available) in self.disks.items():
             sizes = f"{format_bytes(needed)}, {format_bytes(available)} available"
             lines.append(f"{name + ':':<12}{sizes}")
-        full = [name for name, (needed, available) in self.disks.items() if needed >= available]
-        lines += [_TOO_SMALL[name] for name in full]
-        return "\n".join([*lines, "Larger images take more memory and time."])
+        for name, (needed, available) in self.disks.items():
+            if needed >= available:
+                lines.append(_TOO_SMALL[name])
+        lines.append("Larger images take more memory and time.")
+        return "\n".join(lines)
 
 
 class BuildTrainer(Protocol):
@@ -123,35 +127,35 @@ def dry_run(cfg: CfgNode, build_trainer: BuildTrainer, *, num_steps: int = 3) ->
         values = {
             "OUTPUT_DIR": str(folder),
             "DATASETS.TEST": names,
-            "MODEL.SEMI.BURN_IN": 0.0,
+            "MODEL.SEMI.BURN_IN": 0.0,  # the few steps also use unlabelled images
         }
         cache = _Rehearsal(folder, test_scale=num_images / max(1, num_tried))
         trainer = build_trainer(with_values(cfg, values), fill=cache.encode)
-        planned = trainer.cfg
-        iterations = trainer.max_iter
+        run_cfg = trainer.cfg  # with the whole schedule in iterations
+        num_iterations = trainer.max_iter
         trainer.resume_or_load(resume=False)
         timer = _Timer(trainer)
-        trainer.max_iter = min(iterations, num_steps)
+        trainer.max_iter = min(num_iterations, num_steps)
         trainer.train()
         begin = time.perf_counter()
         trainer.save("dry_run")
         checkpoint_seconds = time.perf_counter() - begin
-        times, disk = _forecast_disk(planned, iterations, folder)
-    unlabelled = trainer.data_loader.unlabelled
-    also = ""
-    if unlabelled:
-        also = f", {unlabelled.batch_size} unlabelled"
+        num_checkpoints, disk = _forecast_disk(run_cfg, num_iterations, folder)
     has_cache = trainer.cached_features or trainer.targets
     costs = {"Set-up": (timer.first_step_end - start - cache.spent, 1)}
     if has_cache:
-        costs[f"Encoding of {cache.num_views:,} views"] = cache.seconds, 1
-    step = f"Step of {planned.SOLVER.IMS_PER_BATCH} images{also}"
-    costs[step] = timer.step_seconds, iterations
+        costs[f"Encoding of {cache.num_views:,} views"] = (cache.seconds, 1)
+    step_title = f"Step of {run_cfg.SOLVER.IMS_PER_BATCH} images"
+    unlabelled = trainer.data_loader.unlabelled
+    if unlabelled:
+        step_title += f", {unlabelled.batch_size} unlabelled"
+    costs[step_title] = (timer.step_seconds, num_iterations)
     if num_images:
-        period = planned.TEST.EVAL_PERIOD or iterations
+        period = run_cfg.TEST.EVAL_PERIOD or num_iterations
         seconds = timer.forecast_evaluation(num_images, num_tried)
-        costs[f"Evaluation of {num_images:,} images"] = seconds, math.ceil(iterations / period)
-    costs["Checkpoint"] = checkpoint_seconds, times
+        num_evaluations = math.ceil(num_iterations / period)
+        costs[f"Evaluation of {num_images:,} images"] = (seconds, num_evaluations)
+    costs["Checkpoint"] = (checkpoint_seconds, num_checkpoints)
     disks = {"Disk": disk}
     if has_cache:
         disks["Cache"] = cache.disk
@@ -160,20 +164,21 @@ def dry_run(cfg: CfgNode, build_trainer: BuildTrainer, *, num_steps: int = 3) ->
 
 
 class _FewViews(FeatureStore):
-    """A store of a few views, which are returned for all indices."""
+    """A store of a few views, which stands for the whole store of a data set."""
 
     def read(self, view_index: int) -> Stored:
+        """Returns one of the few views for each index of the whole store."""
         return super().read(view_index % self.num_views)
 
 
 class _Rehearsal:
-    """Caches only a few views of each data set, and adds up the forecast cost of all views.
+    """Caches only a few views of each data set, and forecasts the cost of caching all views.
 
     Attributes:
         num_views: number of views of the run that are not cached yet.
-        seconds: time to encode these views with all processes.
-        disk: size of these views in bytes, and free bytes on the disk of the cache.
-        spent: seconds that the rehearsal itself took.
+        seconds: forecast time to encode these views with all processes.
+        disk: forecast size of these views in bytes, and free bytes on the disk of the cache.
+        spent: seconds that the few views took, which are no part of the run.
     """
 
     def __init__(self, folder: Path, *, test_scale: float) -> None:
@@ -187,36 +192,42 @@ class _Rehearsal:
         self.num_views = 0
         self.seconds = 0.0
         self.spent = 0.0
-        self.disk = 0, 0
+        self.disk = (0, 0)
 
     def encode(
         self, store: FeatureStore, views: AllViews, encode: Encode, *, title: str, num_workers: int
     ) -> FeatureStore:
         """Returns a store with a few of the views. The arguments are those of ``fill``."""
         begin = time.perf_counter()
-        number = min(VIEWS_PER_FILE, len(views))
+        num_tried = min(VIEWS_PER_FILE, len(views))
         encode([views[0]])  # warm-up
         start = time.perf_counter()
-        entries = [views[i * len(views) // number] for i in range(number)]
-        loading = time.perf_counter() - start
+        entries = [views[i * len(views) // num_tried] for i in range(num_tried)]
+        loaded = time.perf_counter()
         encoded = encode(entries)
-        encoding = time.perf_counter() - start - loading
-        few = _FewViews(self._folder / store.folder.name, number, dtype=store.dtype)
+        loading_seconds = loaded - start
+        encoding_seconds = time.perf_counter() - loaded
+        few = _FewViews(self._folder / store.folder.name, num_tried, dtype=store.dtype)
         few.write(0, encoded)
-        known = find_known_views(store)
-        scale = self._test_scale
-        if (store.key or {})["is_train"]:
-            scale = 1.0
-        indices = [index for file in store.missing() for index in store.views_of(file)]
-        missing = round(scale * sum(index not in known for index in indices))
-        seconds = loading + encoding
+
+        # The test sets of the dry run are smaller than those of the run.
+        assert store.key is not None
+        scale = 1.0 if store.key["is_train"] else self._test_scale
+        missing: list[int] = []  # indices of views in missing files
+        for file in store.missing():
+            missing += store.views_of(file)
+        known = find_known_views(store)  # copied from other stores, which takes hardly any time
+        num_new = round(scale * sum(index not in known for index in missing))
+        seconds = loading_seconds + encoding_seconds
         if num_workers:  # they load while the network encodes
-            seconds = max(loading / num_workers, encoding)
-        self.num_views += missing
-        self.seconds += seconds * missing / number / comm.get_world_size()
-        disk = next(folder for folder in store.folder.absolute().parents if folder.is_dir())
-        num_bytes = round(few.path_of(0).stat().st_size * scale * len(indices) / number)
-        self.disk = self.disk[0] + num_bytes, shutil.disk_usage(disk).free
+            seconds = max(loading_seconds / num_workers, encoding_seconds)
+        self.num_views += num_new
+        self.seconds += seconds * num_new / num_tried / comm.get_world_size()
+        file_size = few.path_of(0).stat().st_size
+        num_bytes = round(file_size * scale * len(missing) / num_tried)
+        parents = store.folder.absolute().parents
+        existing_parent = next(folder for folder in parents if folder.is_dir())
+        self.disk = (self.disk[0] + num_bytes, shutil.disk_usage(existing_parent).free)
         self.spent += time.perf_counter() - begin
         return few
 
@@ -227,84 +238,99 @@ class _Timer(HookBase):
     trainer: TrainingRun
 
     def __init__(self, trainer: Trainer) -> None:
-        self._memory_bytes = 0
-        self.first_step_end = 0.0
-        self._evaluator = trainer.find_hook(EvalHook)
+        self._memory_bytes = 0  # peak
+        self.first_step_end = 0.0  # on the clock of ``time.perf_counter``
+        self._eval_hook = trainer.find_hook(EvalHook)
         self._checkpointer = trainer.find_hook(PeriodicCheckpointer)
-        self._steps: list[float] = []  # seconds
-        self._begin = 0.0
-        self._evaluation = 0.0
-        self._image_starts: list[float] = []  # start time of each batch
+        self._step_durations: list[float] = []  # in seconds, without evaluations and checkpoints
+        self._step_start = 0.0
+        self._evaluation_seconds = 0.0  # of the last evaluation
+        self._batch_starts: list[float] = []  # when each batch of the last evaluation began
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         trainer.register_hooks([self])
         for model in {trainer.evaluated_model, trainer.bare_model}:
-            model.register_forward_pre_hook(self._note_image)
+            model.register_forward_pre_hook(self._note_batch)
 
     @property
     def step_seconds(self) -> float:
         """Mean duration of the second half of the steps.
 
-        The first steps with images of a new size are slow. The median would ignore the few steps
-        with large images.
+        The first half is left out, because the first steps with images of a new size are slow. The
+        median would ignore the few steps with large images.
         """
-        return statistics.fmean(self._steps[len(self._steps) // 2 :])
+        num_warmup = len(self._step_durations) // 2
+        return statistics.fmean(self._step_durations[num_warmup:])
 
     def get_memory(self) -> dict[str, int]:
         """Returns the peak bytes of main memory and, if present, of GPU memory."""
-        found = {"Memory": self._memory_bytes}
+        memory = {"Memory": self._memory_bytes}
         if torch.cuda.is_available():
-            found["GPU memory"] = torch.cuda.max_memory_allocated()
-        return found
+            memory["GPU memory"] = torch.cuda.max_memory_allocated()
+        return memory
 
     def forecast_evaluation(self, num_images: int, num_tried: int) -> float:
-        """Forecasts the seconds for ``num_images`` images from those for ``num_tried`` images."""
-        starts = self._image_starts
-        gaps = [after - before for before, after in itertools.pairwise(starts)]
-        if not gaps:  # one batch: includes its start-up time
-            return self._evaluation * num_images / max(1, num_tried)
-        each = statistics.median_high(gaps)  # a teacher and a student are both timed
-        once = max(0.0, self._evaluation - each * len(starts))
-        return once + each * num_images * len(starts) / max(1, num_tried)
+        """Forecasts the seconds of an evaluation of ``num_images`` images.
+
+        ``num_tried`` is the number of images in the last evaluation, whose time was measured.
+        """
+        scale = num_images / max(1, num_tried)
+        num_batches = len(self._batch_starts)
+        if num_batches < 2:  # the time of a batch cannot be distinguished from the start-up time
+            return self._evaluation_seconds * scale
+        durations = [end - start for start, end in itertools.pairwise(self._batch_starts)]
+        # If a teacher and a student evaluate each batch, both are timed.
+        batch_seconds = statistics.median_high(durations)
+        startup_seconds = max(0.0, self._evaluation_seconds - batch_seconds * num_batches)
+        return startup_seconds + batch_seconds * num_batches * scale
 
     def before_train(self) -> None:
-        self._begin = time.perf_counter()
+        self._step_start = time.perf_counter()
 
     def before_step(self) -> None:
-        self._image_starts = []  # keeps only the evaluation after this step
+        self._batch_starts = []  # forgets the evaluation after the previous step
 
     def after_step(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.perf_counter()
-        evaluation = self._evaluator.seconds if self._evaluator else 0.0
-        saving = self._checkpointer.seconds if self._checkpointer else 0.0
-        self._steps.append(now - self._begin - evaluation - saving)
-        self._evaluation = evaluation or self._evaluation
-        self.first_step_end = self.first_step_end or now
+        evaluation_seconds = self._eval_hook.seconds if self._eval_hook else 0.0
+        saving_seconds = self._checkpointer.seconds if self._checkpointer else 0.0
+        step_seconds = now - self._step_start - evaluation_seconds - saving_seconds
+        self._step_durations.append(step_seconds)
+        if evaluation_seconds:
+            self._evaluation_seconds = evaluation_seconds
+        if not self.first_step_end:
+            self.first_step_end = now
         self._memory_bytes = max(self._memory_bytes, resident_with_workers())
-        self._begin = time.perf_counter()
+        self._step_start = time.perf_counter()
 
-    def _note_image(self, model: nn.Module, _: Any) -> None:
+    def _note_batch(self, model: nn.Module, _: Any) -> None:
         if not model.training:
-            self._image_starts.append(time.perf_counter())
+            self._batch_starts.append(time.perf_counter())
 
 
 def _forecast_disk(cfg: CfgNode, iterations: int, folder: Path) -> tuple[int, tuple[int, int]]:
-    """Returns the number of checkpoints, and the bytes of disk space needed and available."""
-    written = math.ceil(iterations / cfg.SOLVER.CHECKPOINT_PERIOD)
-    # The oldest checkpoint is removed after the next one is written. model_final.pth is kept too.
-    most = written
+    """Forecasts the checkpoints of a run from the files of the dry run in ``folder``.
+
+    Returns the number of checkpoints that are written, and the bytes of disk space needed and
+    available.
+    """
+    num_checkpoints = math.ceil(iterations / cfg.SOLVER.CHECKPOINT_PERIOD)
+    num_periodic = num_checkpoints - 1  # without model_final.pth, which is always kept
     if cfg.SOLVER.CHECKPOINTS_KEPT:
-        most = cfg.SOLVER.CHECKPOINTS_KEPT + 1
-    kept = 1 + min(most, written - 1)
+        # The oldest checkpoint is removed after the next one is written.
+        num_periodic = min(num_periodic, cfg.SOLVER.CHECKPOINTS_KEPT + 1)
+    num_on_disk = num_periodic + 1
     sizes = {file: file.stat().st_size for file in folder.rglob("*") if file.is_file()}
-    checkpoint = sizes.get(folder / "dry_run.pth", 0)  # only the main process writes it
-    # Files in subfolders are features.
-    weights = max((sizes.get(file, 0) for file in folder.glob("*.safetensors")), default=0)
-    needed = comm.all_gather(kept * checkpoint + 2 * weights)[0]  # weights: best and last
-    # The folder will be removed, so its size counts as available.
-    return written, (needed, shutil.disk_usage(folder).free + sum(sizes.values()))
+    checkpoint_size = sizes.get(folder / "dry_run.pth", 0)  # only the main process writes it
+    weights_sizes = [sizes.get(file, 0) for file in folder.glob("*.safetensors")]
+    weights_size = max(weights_sizes, default=0)
+    needed_here = num_on_disk * checkpoint_size + 2 * weights_size  # the best and the last weights
+    needed = comm.all_gather(needed_here)[0]  # of the main process
+    # The folder will be removed, so its files count as available space.
+    available = shutil.disk_usage(folder).free + sum(sizes.values())
+    return num_checkpoints, (needed, available)
 
 
 @contextlib.contextmanager
@@ -313,59 +339,66 @@ def _temporary_folder(output_dir: str) -> Iterator[Path]:
     parent = Path(output_dir).resolve()
     while not parent.is_dir():
         parent = parent.parent
-    made = ""
+    created = ""
     if comm.is_main_process():
         with contextlib.suppress(OSError):
-            made = tempfile.mkdtemp(prefix=".qbheat_dry_run_", dir=parent)
-    made = comm.all_gather(made)[0]
-    if not made:
+            created = tempfile.mkdtemp(prefix=".qbheat_dry_run_", dir=parent)
+    folder = comm.all_gather(created)[0]  # the path on the main process
+    if not folder:
         raise UserError(f"OUTPUT_DIR '{output_dir}' cannot be written to")
-    os.makedirs(made, exist_ok=True)  # needed on machines without a shared disk
+    os.makedirs(folder, exist_ok=True)  # needed on machines without a shared disk
     try:
-        yield Path(made)
+        yield Path(folder)
         comm.synchronize()
-    except Interrupted as stop:  # the message names the temporary folder
+    except Interrupted as stop:  # its message would name the temporary folder
         name = signal.Signals(stop.number).name
         raise Interrupted(
             stop.number, f"{name} stopped the dry run, which writes no files"
         ) from None
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _few_test_images(cfg: CfgNode) -> Iterator[tuple[tuple[str, ...], int, int]]:
-    """Registers small test sets; yields their names, and the sizes of the small and full sets."""
-    names: list[str] = []
+    """Context in which a small test set is registered for each test set of a run.
+
+    Yields the names of the small sets, their number of images, and that of the whole sets.
+    """
+    small_names: list[str] = []
     num_tried = 0
     num_images = 0
     try:
         for name in cfg.DATASETS.TEST:
             records = DatasetCatalog.get(name)
-            few = records[:: max(1, len(records) // _NUM_TEST_IMAGES)][:_NUM_TEST_IMAGES]
-            small = name + _SUFFIX
-            DatasetCatalog.register(small, lambda few=few: few)
-            names.append(small)
+            step = max(1, len(records) // _NUM_TEST_IMAGES)
+            few_records = records[::step][:_NUM_TEST_IMAGES]
+            small_name = name + _SUFFIX
+            DatasetCatalog.register(small_name, lambda few_records=few_records: few_records)
+            small_names.append(small_name)
             num_images += len(records)
-            num_tried += len(few)
-            known = MetadataCatalog.get(name).as_dict()
-            # Without a json file, Detectron2's evaluator writes one for these images.
-            dropped = {"name", "json_file"}
-            MetadataCatalog.get(small).set(**{k: v for k, v in known.items() if k not in dropped})
-        yield tuple(names), num_tried, num_images
+            num_tried += len(few_records)
+            metadata = MetadataCatalog.get(name).as_dict()
+            del metadata["name"]
+            # Without "json_file", Detectron2's evaluator writes one for the few images.
+            metadata.pop("json_file", None)
+            MetadataCatalog.get(small_name).set(**metadata)
+        yield tuple(small_names), num_tried, num_images
     finally:
-        for small in names:
-            DatasetCatalog.remove(small)
-            MetadataCatalog.remove(small)
+        for small_name in small_names:
+            DatasetCatalog.remove(small_name)
+            MetadataCatalog.remove(small_name)
 
 
 def resident_with_workers() -> int:
     """Returns the peak memory of this process plus the current memory of its workers (Linux)."""
-    unit = 1 if sys.platform == "darwin" else 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
     total = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for worker in multiprocessing.active_children():
         with contextlib.suppress(OSError):  # a worker may have ended
-            lines = Path(f"/proc/{worker.pid}/smaps_rollup").read_text(encoding="ascii")
-            # "Pss", in KiB, divides shared pages between the processes that share them.
-            total += sum(1024 * int(x.split()[1]) for x in lines.splitlines() if x[:4] == "Pss:")
+            text = Path(f"/proc/{worker.pid}/smaps_rollup").read_text(encoding="ascii")
+            for line in text.splitlines():
+                # "Pss", in KiB, divides shared pages between the processes that share them.
+                if line.startswith("Pss:"):
+                    total += 1024 * int(line.split()[1])
     return total

@@ -24,7 +24,7 @@ from qbheat_det.data import DataError, join_messages
 
 logger = logging.getLogger(__name__)
 SKIPPED_FILE = "skipped_images.txt"
-_PERIODIC = re.compile(r"model_(\d{7,})\.pth")
+_PERIODIC = re.compile(r"model_(\d{7,})\.pth")  # the number is the iteration
 
 
 class TrainingRun(Protocol):
@@ -53,11 +53,13 @@ class TrainingRun(Protocol):
 
 def is_due(run: TrainingRun, period: int) -> bool:
     """Whether a periodic action is due after this step; period 0 means after the last step only."""
-    return run.iter + 1 >= run.max_iter or (period > 0 and (run.iter + 1) % period == 0)
+    num_done = run.iter + 1
+    is_last = num_done >= run.max_iter
+    return is_last or (period > 0 and num_done % period == 0)
 
 
 def is_saved(run: TrainingRun, period: int) -> bool:
-    """Whether a checkpoint is written after this step, by the period or because of a signal."""
+    """Whether a checkpoint is written after this step, as it is due or the run stops."""
     return is_due(run, period) or run.stops
 
 
@@ -78,7 +80,8 @@ class EvalHook(HookBase):
 
     Attributes:
         best: dict with "value" and "iteration" of the best evaluation so far; empty at first.
-        is_owed: whether the evaluation at the last checkpoint was skipped or failed.
+        is_owed: whether an evaluation is due that was skipped or has failed. A resumed run begins
+            with it.
         is_evaluating: whether an evaluation is in progress.
         value: value of ``best_metric`` in the last evaluation (main process only); None if it is
             missing or not finite.
@@ -111,26 +114,32 @@ class EvalHook(HookBase):
         return {"metric": self._best_metric, "is_owed": self.is_owed, **self.best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores ``state_dict``, without the best evaluation if it is for another metric."""
-        best = dict(state_dict)
-        self.is_owed = best.pop("is_owed")
-        metric = best.pop("metric")
-        self.best = best if metric == self._best_metric else {}
+        """Restores the result of ``state_dict``.
+
+        The best evaluation is forgotten if the state has it for another metric.
+        """
+        self.is_owed = state_dict["is_owed"]
+        self.best = {}
+        if state_dict["metric"] == self._best_metric:
+            keys = ("value", "iteration")
+            self.best = {key: state_dict[key] for key in keys if key in state_dict}
 
     def before_train(self) -> None:
         """Runs the evaluation that was skipped or failed before the run was resumed."""
-        if self.is_owed:
-            self.trainer.iter -= 1  # the last completed step
-            try:
-                self._run()
-                save_checkpoint(self.trainer)
-            finally:
-                self.trainer.iter += 1
+        if not self.is_owed:
+            return
+        self.trainer.iter -= 1  # results belong to the last completed step
+        try:
+            self._run()
+            save_checkpoint(self.trainer)
+        finally:
+            self.trainer.iter += 1
 
     def after_step(self) -> None:
         """Evaluates if an evaluation is due and there are test sets."""
         self.seconds = 0.0
-        if not (self.trainer.cfg.DATASETS.TEST and self.is_due()):
+        has_test_sets = bool(self.trainer.cfg.DATASETS.TEST)
+        if not has_test_sets or not self.is_due():
             return
         self.is_owed = True
         if self.trainer.stops:
@@ -144,9 +153,11 @@ class EvalHook(HookBase):
             raise
 
     def is_due(self) -> bool:
+        """Whether an evaluation is due after this step."""
         return is_due(self.trainer, self._period)
 
     def _run(self) -> None:
+        """Evaluates, and measures the time."""
         start = time.perf_counter()
         self.is_evaluating = True
         try:
@@ -157,10 +168,11 @@ class EvalHook(HookBase):
         self.seconds = time.perf_counter() - start
 
     def _evaluate(self) -> None:
+        """Evaluates and logs the results. Exports the weights if they are the best so far."""
         results = self.trainer.evaluate()
         if not comm.is_main_process():
             return
-        metrics = flatten_results_dict(results)
+        metrics = flatten_results_dict(results)  # by name, such as "bbox/AP"
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         self.trainer.storage.put_scalars(smoothing_hint=False, **finite)
         if self._best_metric not in metrics:
@@ -169,7 +181,9 @@ class EvalHook(HookBase):
             return
         value = finite.get(self._best_metric)
         self.value = value
-        if value is None or (self.best and self.sign * value <= self.sign * self.best["value"]):
+        if value is None:
+            return
+        if self.best and self.sign * value <= self.sign * self.best["value"]:
             return
         self.best = {"value": value, "iteration": self.trainer.iter}
         self.trainer.export("model_best")
@@ -206,20 +220,27 @@ class PeriodicCheckpointer(HookBase):
         self.seconds = time.perf_counter() - start
 
     def _remove_old(self, folder: Path) -> None:
-        matches = [(_PERIODIC.fullmatch(path.name), path) for path in folder.iterdir()]
-        periodic = {int(match[1]): path for match, path in matches if match}
-        past = sorted(iteration for iteration in periodic if iteration <= self.trainer.iter)
-        # Later checkpoints are left over if the run was resumed from an earlier one.
-        for iteration in {*past[: -self._kept], *(periodic.keys() - set(past))}:
-            periodic[iteration].unlink()
+        """Removes all periodic checkpoints of a folder but the newest ``kept``."""
+        checkpoints: dict[int, Path] = {}  # by iteration
+        for path in folder.iterdir():
+            match = _PERIODIC.fullmatch(path.name)
+            if match:
+                checkpoints[int(match[1])] = path
+        past = sorted(iteration for iteration in checkpoints if iteration <= self.trainer.iter)
+        newest = past[-self._kept :]
+        # Checkpoints of later iterations are removed too. They are from before the run was resumed
+        # from an earlier checkpoint.
+        for iteration, path in checkpoints.items():
+            if iteration not in newest:
+                path.unlink()
 
 
 class SkippedImages(HookBase):
     """Collects the images that the data streams of all processes skipped, with the reasons.
 
-    Every ``period`` iterations, the log names the newly skipped images. All of them are listed in
-    ``skipped_images.txt``. This hook must come before ``PeriodicCheckpointer``, which stores its
-    state.
+    Every ``period`` iterations, the log names the images that were skipped in this time. The file
+    ``skipped_images.txt`` lists all skipped images. This hook must come before
+    ``PeriodicCheckpointer``, which stores its state.
 
     Attributes:
         errors: the error of each image, by file name; equal on all processes.
@@ -233,7 +254,7 @@ class SkippedImages(HookBase):
         self.errors: dict[str, DataError] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the errors as lists of strings."""
+        """Returns the errors as lists of three strings: kind, place and reason."""
         return {"errors": [[error.kind, error.where, error.reason] for error in self._sorted()]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -244,8 +265,9 @@ class SkippedImages(HookBase):
         if not is_saved(self.trainer, self._period):
             return
         known = set(self.errors)
-        for met in comm.all_gather(list(self.trainer.data_loader.skipped.values())):
-            self._add(met)
+        errors = list(self.trainer.data_loader.skipped.values())
+        for errors_of_process in comm.all_gather(errors):
+            self._add(errors_of_process)
         new = [error for error in self._sorted() if error.where not in known]
         if new and comm.is_main_process():
             logger.warning(
@@ -267,22 +289,25 @@ class KeptMemory(HookBase):
     """Returns freed memory to the system when the process has grown (CPU, Linux).
 
     ``SOLVER.KEEP_MEMORY`` keeps freed memory for the next step. With images of many sizes, the kept
-    memory grows. Returning it takes about half the time of a step.
+    memory grows. It is returned if it is more than 2 % above the lowest value so far. Returning it
+    takes about half the time of a step, so it is not done after each step.
     """
 
     trainer: TrainingRun
-    _PERIOD = 20  # steps between checks; the first check sets the limit
+    _PERIOD = 20  # steps between checks
 
     def __init__(self) -> None:
-        self._most = math.inf
+        self._max_pages = math.inf  # limit of resident memory; the first check sets it
 
     def after_step(self) -> None:
-        if (self.trainer.iter + 1 - self.trainer.start_iter) % self._PERIOD:
+        num_steps = self.trainer.iter + 1 - self.trainer.start_iter
+        if num_steps % self._PERIOD:
             return
+        # The second number is the resident memory in pages.
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        if pages > self._most:
+        if pages > self._max_pages:
             return_freed_memory()
-        self._most = min(self._most, 1.02 * pages)
+        self._max_pages = min(self._max_pages, 1.02 * pages)
 
 
 def keep_memory(cfg: CfgNode) -> KeptMemory | None:
@@ -303,11 +328,15 @@ def average_batch_statistics(run: TrainingRun) -> None:
                 average_over_processes(buffer)
 
 
-def average_over_processes(own: Tensor) -> None:
-    """Averages a tensor over all processes, in place. If all are equal, they stay bit-identical."""
-    # A plain mean of n equal numbers is rounded, which would make frozen statistics drift.
-    first = own.clone()
+def average_over_processes(tensor: Tensor) -> None:
+    """Replaces a tensor by its mean over all processes, in place.
+
+    If the tensor is the same on all processes, it does not change by a single bit. The mean of n
+    equal numbers is rounded, so frozen statistics would drift. Therefore the differences from the
+    first process are averaged, which are then 0.
+    """
+    first = tensor.clone()
     torch.distributed.broadcast(first, src=0)
-    difference = own - first
+    difference = tensor - first
     torch.distributed.all_reduce(difference)
-    own.copy_(first + difference / comm.get_world_size())
+    tensor.copy_(first + difference / comm.get_world_size())

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,8 @@ R = TypeVar("R")
 # Environment variables that torchrun sets in each process.
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
-_SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-_STARTING = timedelta(minutes=5)  # time for all processes to join
+_SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True" if processes use torchrun's own store
+_JOIN_TIMEOUT = timedelta(minutes=5)  # until all processes have joined
 _TORCHRUN = "torchrun --nproc-per-node N tools/train_net.py … (docs/distributed.md)"
 
 
@@ -57,15 +57,17 @@ def run_distributed(main: Callable[[argparse.Namespace], R], args: argparse.Name
         return main(args)
     if not _uses_gpus(args, args.num_gpus):
         raise UserError(f"--num-gpus needs GPUs and MODEL.DEVICE cuda; on the CPU use {_TORCHRUN}")
-    # Detectron2's default port is the same for all runs of a user, so choose a free one.
-    is_local = args.num_machines == 1 and args.dist_url.startswith("tcp://127.0.0.1")
+    dist_url = args.dist_url
+    if args.num_machines == 1 and dist_url.startswith("tcp://127.0.0.1"):
+        # Detectron2's default port is the same for all runs of a user. "auto" finds a free port.
+        dist_url = "auto"
     try:
         launch(
             main,
             args.num_gpus,
             num_machines=args.num_machines,
             machine_rank=args.machine_rank,
-            dist_url="auto" if is_local else args.dist_url,
+            dist_url=dist_url,
             args=(args,),
         )
     except ProcessRaisedException as error:
@@ -88,7 +90,7 @@ def _uses_gpus(args: argparse.Namespace, wanted: int) -> bool:
 
 
 def _read_device(flags: RunFlags) -> str:
-    """Returns ``MODEL.DEVICE``, which the data do not change."""
+    """Returns ``MODEL.DEVICE`` of the run's config, without reading the data."""
     overrides = flags.overrides
     opts = as_opts(overrides)
     weights = overrides.get("MODEL.WEIGHTS")
@@ -100,6 +102,7 @@ def _read_device(flags: RunFlags) -> str:
 
 
 def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespace) -> R:
+    """Joins the process group of torchrun, and calls ``main(args)`` in this process."""
     missing = [name for name in _ADDRESS_VARIABLES if name not in os.environ]
     if missing:
         raise UserError(f"RANK is set, but not {' and '.join(missing)}: start with {_TORCHRUN}")
@@ -110,7 +113,7 @@ def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespa
             "torchrun --max-restarts on several machines needs the environment variable "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, else processes look for those that have ended"
         )
-    store, rank, world_size = next(rendezvous("env://", timeout=_STARTING))
+    store, rank, world_size = next(rendezvous("env://", timeout=_JOIN_TIMEOUT))
     if is_one_machine:
         # torchrun's store survives a restart, and new processes would wait for the ended ones that
         # it lists. The prefix prevents this on one machine. With several machines, the number of
@@ -128,7 +131,7 @@ def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespa
         result = main(args)
         comm.synchronize()
     except Interrupted as stop:
-        if rank:  # the first process reports it
+        if rank > 0:  # only the first process reports it
             raise SystemExit(stop.code) from None
         raise
     except RuntimeError as error:
@@ -139,8 +142,9 @@ def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespa
             "torchrun continues from the last checkpoint (docs/distributed.md)"
         ) from error
     except UserError:
-        # Usually every process raises this error. Only the first one reports it.
-        if store.add("qbheat_det/user_error", 1) == 1:
+        # Usually every process raises this error. Only the first one to get here reports it.
+        num_errors = store.add("qbheat_det/user_error", 1)
+        if num_errors == 1:
             raise
         time.sleep(1)  # torchrun ends all processes after the first exit, so let that one report
         raise SystemExit(2) from None
@@ -160,13 +164,13 @@ def _choose_backend(args: argparse.Namespace) -> str:
 
 def distribute(model: nn.Module) -> nn.Module:
     """Wraps a model in ``DistributedDataParallel`` if there are several processes."""
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    return create_ddp_model(
-        model,
-        broadcast_buffers=False,
-        find_unused_parameters=may_have_unused_parameters(model),
-        **({"device_ids": None} if on_cpu else {}),  # Detectron2 passes one by default
-    )
+    arguments: dict[str, Any] = {
+        "broadcast_buffers": False,
+        "find_unused_parameters": may_have_unused_parameters(model),
+    }
+    if next(model.parameters()).device.type == "cpu":
+        arguments["device_ids"] = None  # otherwise Detectron2 passes the number of a GPU
+    return create_ddp_model(model, **arguments)
 
 
 def may_have_unused_parameters(model: nn.Module) -> bool:
@@ -177,5 +181,7 @@ def may_have_unused_parameters(model: nn.Module) -> bool:
     backbone = get_backbone(model)
     if backbone is None:
         return True
-    names = get_in_features(model)
-    return names is None or set(backbone.output_shape()) != set(names)
+    used_outputs = get_in_features(model)
+    if used_outputs is None:  # unknown
+        return True
+    return set(backbone.output_shape()) != set(used_outputs)

@@ -53,7 +53,7 @@ def open_log(folder: Path, *, rank: int = 0) -> None:
             "[%(asctime)s] %(name)s %(levelname)s: %(message)s", datefmt="%m/%d %H:%M:%S"
         )
     )
-    _opened[:] = [file]
+    _opened.append(file)
     if rank == 0:
         _opened.append(_SummaryHandler())
     for name in _LOGGERS:
@@ -67,22 +67,23 @@ def open_log(folder: Path, *, rank: int = 0) -> None:
 
 @contextlib.contextmanager
 def removes_empty_run(folder: Path) -> Iterator[None]:
-    """Context that removes ``folder`` after a ``UserError`` if it has only a log and a split."""
+    """Context that removes the folder of a run if a ``UserError`` prevents the start of training.
+
+    The folder is kept if it has other files than those that are written before training.
+    """
     try:
         yield
     except UserError:
-        if {path.name for path in folder.iterdir()} <= {
-            "log.txt",
-            LEFT_OUT_FILE,
-            SEEN_FILE,
-            SPLIT_FILE,
-        }:
+        written_before_training = {"log.txt", LEFT_OUT_FILE, SEEN_FILE, SPLIT_FILE}
+        names = {path.name for path in folder.iterdir()}
+        if names <= written_before_training:
             _close_log()
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
 def _close_log() -> None:
+    """Removes and closes the handlers that ``open_log`` added."""
     for handler in _opened:
         for name in _LOGGERS:
             logging.getLogger(name).removeHandler(handler)
@@ -91,7 +92,7 @@ def _close_log() -> None:
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that ignores errors of writing. The next checkpoint reports a full disk."""
+    """A log file that ignores errors of writing, since the next checkpoint reports a full disk."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
@@ -112,12 +113,16 @@ class _SummaryHandler(logging.Handler):
         self.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", datefmt="%H:%M:%S"))
 
     def filter(self, record: logging.LogRecord) -> bool:
-        # Some classes of this package use the logger of the Detectron2 class that they extend.
-        is_own = record.name.startswith("qbheat_det") or record.pathname.startswith(_PACKAGE)
-        is_progress = record.name == "detectron2.utils.events" and not is_interactive()
+        """Whether a message is printed."""
+        # Some classes of this package use the logger of the Detectron2 class that they extend, so
+        # the file is compared too.
+        is_of_package = record.name.startswith("qbheat_det") or record.pathname.startswith(_PACKAGE)
+        is_progress_line = record.name == "detectron2.utils.events" and not is_interactive()
+        is_warning = record.levelno >= logging.WARNING
+        if not (is_of_package or is_progress_line or is_warning):
+            return False
         error = record.exc_info[1] if record.exc_info else None
-        is_shown = is_own or is_progress or record.levelno >= logging.WARNING
-        return is_shown and not is_lost_peer(error)
+        return not is_lost_peer(error)
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
@@ -133,12 +138,15 @@ def filter_detectron2_logs() -> None:
 
 
 def _is_no_user_error(record: logging.LogRecord) -> bool:
-    # The tool prints the error at the end. Detectron2's loop would also log a traceback.
-    return not (record.exc_info and isinstance(record.exc_info[1], UserError))
+    """Whether a message is not the traceback of a ``UserError``, which the tool prints itself."""
+    if not record.exc_info:
+        return True
+    return not isinstance(record.exc_info[1], UserError)
 
 
 def _is_not_about_ids(record: logging.LogRecord) -> bool:
-    return "Category ids in annotations" not in str(record.msg)  # gaps are supported
+    """Whether a message is not the warning about gaps in category ids, which are supported."""
+    return "Category ids in annotations" not in str(record.msg)
 
 
 def is_interactive() -> bool:
@@ -151,28 +159,34 @@ def print_results(results: Mapping[str, Any]) -> None:
 
     Does nothing on a terminal, where the log shows the results. Non-finite values become null.
     """
-    if not sys.stdout.isatty():
-        rounded: dict[str, float | None] = {}
-        for name, value in flatten_results_dict(results).items():
-            rounded[name] = float(f"{value:.6g}") if math.isfinite(value) else None
-        print(json.dumps(rounded))
+    if sys.stdout.isatty():
+        return
+    rounded: dict[str, float | None] = {}
+    for name, value in flatten_results_dict(results).items():
+        rounded[name] = None
+        if math.isfinite(value):
+            rounded[name] = float(f"{value:.6g}")  # six significant digits
+    print(json.dumps(rounded))
 
 
 def describe_model(cfg: CfgNode, model: nn.Module) -> str:
     """Returns one line with the name, device and numbers of parameters of a model."""
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    total = sum(size for size, _ in sizes)
-    trained = sum(size for size, is_trained in sizes if is_trained)
+    num_parameters = 0
+    num_trained = 0
+    for parameter in model.parameters():
+        num_parameters += parameter.numel()
+        if parameter.requires_grad:
+            num_trained += parameter.numel()
     return (
-        f"{cfg.MODEL.META_ARCHITECTURE} on {cfg.MODEL.DEVICE}: {total / 1e6:.2f} M parameters, "
-        f"{trained / 1e6:.2f} M of them trained"
+        f"{cfg.MODEL.META_ARCHITECTURE} on {cfg.MODEL.DEVICE}: {num_parameters / 1e6:.2f} M "
+        f"parameters, {num_trained / 1e6:.2f} M of them trained"
     )
 
 
 def warn_of_weights(model: nn.Module, cfg: CfgNode) -> None:
     """Warns if a frozen encoder has random weights, or ``INPUT.FORMAT`` does not fit the weights.
 
-    If the config's pixel statistics do not fit the weights, the checkpointer warns.
+    The checkpointer warns of pixel statistics that do not fit the weights.
     """
     weights = cfg.MODEL.WEIGHTS
     if weights:
@@ -195,8 +209,8 @@ def warn_of_weights(model: nn.Module, cfg: CfgNode) -> None:
 class PeriodicWriter(hooks.PeriodicWriter):
     """Detectron2's hook, with writers that are opened when training starts or resumes.
 
-    After an error, the writers are closed without writing. The step is incomplete, and an error of
-    a writer would hide the original error.
+    After an error, the writers are closed without writing, because the step is incomplete, and
+    because an error of a writer would hide the original error.
     """
 
     trainer: TrainingRun
@@ -208,14 +222,16 @@ class PeriodicWriter(hooks.PeriodicWriter):
         """Opens the writers, and removes the lines of ``metrics.json`` that will be repeated."""
         run = self.trainer
         cfg = run.cfg
-        per_epoch = run.data_loader.num_images / cfg.SOLVER.IMS_PER_BATCH
+        iterations_per_epoch = run.data_loader.num_images / cfg.SOLVER.IMS_PER_BATCH
         folder = Path(cfg.OUTPUT_DIR)
-        window = cfg.SOLVER.LOG_PERIOD
+        window = cfg.SOLVER.LOG_PERIOD  # number of iterations whose median is written
         drop_metrics_from(folder / "metrics.json", run.start_iter)
         self._writers: list[EventWriter] = [
-            ProgressPrinter(run.max_iter, iterations_per_epoch=per_epoch, window_size=window),
+            ProgressPrinter(
+                run.max_iter, iterations_per_epoch=iterations_per_epoch, window_size=window
+            ),
             JSONWriter(str(folder / "metrics.json"), window),
-            # purge_step hides the steps that a resumed run repeats
+            # ``purge_step`` hides the steps that a resumed run repeats.
             TensorboardXWriter(str(folder), window, purge_step=run.start_iter),
         ]
         self._bar = tqdm(
@@ -245,7 +261,7 @@ class PeriodicWriter(hooks.PeriodicWriter):
 
 
 def drop_metrics_from(path: Path, iteration: int) -> None:
-    """Removes incomplete lines of ``metrics.json``, and lines at or after ``iteration``."""
+    """Removes incomplete lines of ``metrics.json``, and lines of ``iteration`` and later."""
     if not path.is_file():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -255,6 +271,7 @@ def drop_metrics_from(path: Path, iteration: int) -> None:
 
 
 def _is_before(line: str, iteration: int) -> bool:
+    """Whether a line of ``metrics.json`` is complete and of an earlier iteration."""
     try:
         return bool(json.loads(line).get("iteration", 0) < iteration)
     except (AttributeError, ValueError, TypeError):
@@ -275,14 +292,16 @@ class ProgressPrinter(CommonMetricPrinter):
         storage = get_event_storage()
         epoch = (storage.iter + 1) / self._iterations_per_epoch
         self.logger.extra["epoch"] = epoch
-        if any(iteration == storage.iter for _, iteration in storage.latest().values()):
+        latest_iterations = [iteration for _, iteration in storage.latest().values()]
+        if storage.iter in latest_iterations:
             storage.put_scalar("epoch", epoch, smoothing_hint=False)
         # Detectron2 prints the median of every scalar with "loss" in its name. Scalars with "/" are
-        # results of evaluations, which are logged separately.
-        steps_only = copy.copy(storage)
-        histories = {name: h for name, h in storage.histories().items() if "/" not in name}
-        steps_only.histories = lambda: histories
-        with steps_only:
+        # results of evaluations, which are logged separately, so they are hidden from Detectron2.
+        histories = storage.histories()
+        step_histories = {name: histories[name] for name in histories if "/" not in name}
+        storage_of_steps = copy.copy(storage)
+        storage_of_steps.histories = lambda: step_histories
+        with storage_of_steps:
             super().write()
 
 

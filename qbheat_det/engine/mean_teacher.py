@@ -27,7 +27,7 @@ from qbheat_det.modeling.contracts import (
 from .hooks import EvalHook, TrainingRun
 
 logger = logging.getLogger(__name__)
-_CERTAIN = 0.5  # minimum score of its boxes that are counted
+_MIN_SCORE = 0.5  # of the boxes that ``count_boxes`` counts
 
 
 class MeanTeacher:
@@ -42,36 +42,49 @@ class MeanTeacher:
         assert isinstance(model, SupportsUnlabelled)
         self._average: Any = model
         self._precision = precision
-        self._last: BatchedInputs = []
+        self._last_images: BatchedInputs = []  # unlabelled images of the last micro-batch
 
     def __call__(self, batches: Sequence[BatchedInputs]) -> None:
-        parts = [[one for entry in batch for one in entry.get(UNLABELLED, ())] for batch in batches]
-        self._last = parts[-1]
-        if not self._last:
+        """Adds pseudo labels to the unlabelled images in the micro-batches of a step."""
+        unlabelled_batches: list[BatchedInputs] = []
+        for batch in batches:
+            images: BatchedInputs = []
+            for labelled_image in batch:
+                images += labelled_image.get(UNLABELLED, ())
+            unlabelled_batches.append(images)
+        self._last_images = unlabelled_batches[-1]
+        if not self._last_images:  # during the burn-in
             return
         device = next(self._average.parameters()).device.type
         with torch.autocast(device, dtype=self._precision, enabled=self._precision is not None):
-            labels = self._average.pseudo_labels(parts)
-        for entry, label in zip(itertools.chain(*parts), labels, strict=True):
-            entry[PSEUDO_LABELS] = label
+            labels = self._average.pseudo_labels(unlabelled_batches)
+        for image, label in zip(itertools.chain(*unlabelled_batches), labels, strict=True):
+            image[PSEUDO_LABELS] = label
 
     @torch.no_grad()
     def count_boxes(self) -> float | None:
-        """Returns the mean number of its boxes per unlabelled image.
+        """Returns the mean number of predicted boxes per unlabelled image.
 
-        It predicts on the last micro-batch, as in inference. Only boxes with a score of at
-        least 0.5 are counted. Returns None if this batch has no unlabelled images.
+        Runs inference on the unlabelled images of the last micro-batch, and counts boxes with a
+        score of at least 0.5. Returns None if there are no such images.
         """
-        if not self._last:
+        if not self._last_images:
             return None
-        scores = [output["instances"].scores for output in self._average(self._last)]
-        return float((torch.cat(scores) >= _CERTAIN).sum()) / len(scores)
+        outputs = self._average(self._last_images)
+        scores = torch.cat([output["instances"].scores for output in outputs])
+        return float((scores >= _MIN_SCORE).sum()) / len(outputs)
 
 
 def build_eval_hooks(
     cfg: CfgNode, mean_teacher: MeanTeacher | None, *, burn_in: int
 ) -> list[HookBase]:
-    """Returns the evaluation hook. If there is a mean teacher, ``PseudoBoxes`` comes before it."""
+    """Returns the hooks that evaluate a run.
+
+    Args:
+        cfg: config of the run.
+        mean_teacher: the mean teacher of a run with unlabelled images, else None.
+        burn_in: number of steps on labelled images only.
+    """
     period = cfg.TEST.EVAL_PERIOD
     metric = cfg.TEST.BEST_METRIC
     if mean_teacher is None:
@@ -114,29 +127,30 @@ class SemiSupervisedEvalHook(EvalHook):
         """
         super().__init__(**settings)
         self._burn_in = burn_in
-        self._supervised: float | None = None
+        self._value_after_burn_in: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of ``EvalHook`` and the value at the end of the burn-in."""
-        return {**super().state_dict(), "supervised": self._supervised}
+        return {**super().state_dict(), "supervised": self._value_after_burn_in}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        state = dict(state_dict)
-        self._supervised = state.pop("supervised")
-        super().load_state_dict(state)
+        super().load_state_dict(state_dict)
+        self._value_after_burn_in = state_dict["supervised"]
 
     def is_due(self) -> bool:
-        return super().is_due() or self.trainer.iter + 1 == self._burn_in
+        """Whether an evaluation is due after this step."""
+        ends_burn_in = self.trainer.iter + 1 == self._burn_in
+        return super().is_due() or ends_burn_in
 
     def _evaluate(self) -> None:
         super()._evaluate()
         if self.value is None or self.trainer.iter + 1 < self._burn_in:
             return
-        if self._supervised is None:
-            self._supervised = self.value
-        elif self.sign * self.value < self.sign * self._supervised:
+        if self._value_after_burn_in is None:
+            self._value_after_burn_in = self.value
+        elif self.sign * self.value < self.sign * self._value_after_burn_in:
             logger.warning(
                 f"Unlabelled images make the model worse: {self._best_metric} is {self.value:.4g} "
-                f"but was {self._supervised:.4g} after the burn-in, so lower MODEL.SEMI.WEIGHT, or "
-                "train without --unlabelled"
+                f"but was {self._value_after_burn_in:.4g} after the burn-in, so lower "
+                "MODEL.SEMI.WEIGHT, or train without --unlabelled"
             )

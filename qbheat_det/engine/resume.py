@@ -72,25 +72,25 @@ def check_same_config(saved: str, cfg: CfgNode) -> dict[str, object]:
     """
     before = read_values(saved)
     now = read_values(dump_config(cfg))
-    now.pop("MODEL.WEIGHTS")  # a resumed run does not read them
-    if cfg.SEED < 0:  # keeps the seed of the run
-        now["SEED"] = before.get("SEED", -1)
-    changed = {
-        key: f"{key} {before[key]} -> {now[key]}"
-        for key in sorted(now.keys() & before.keys())
-        if before[key] != now[key]
-    }
+    changes: dict[str, str] = {}  # text about each key that differs
+    for key in sorted(now.keys() & before.keys()):
+        if key == "MODEL.WEIGHTS":  # a resumed run does not read them
+            continue
+        if key == "SEED" and cfg.SEED < 0:  # the run keeps its seed
+            continue
+        if before[key] != now[key]:
+            changes[key] = f"{key} {before[key]} -> {now[key]}"
+    allowed_patterns = (*_CHANGEABLE, *_LENGTH)
     refused = []
-    for key, change in changed.items():
-        patterns = (*_CHANGEABLE, *_LENGTH)
-        if not any(fnmatch.fnmatch(key, pattern) for pattern in patterns):
+    for key, change in changes.items():
+        if not any(fnmatch.fnmatch(key, pattern) for pattern in allowed_patterns):
             refused.append(change)
     if refused:
         text = f"--resume continues a run unchanged, but the config differs: {'; '.join(refused)}"
         if cfg.DATASETS.UNLABELLED and "SOLVER." in text:
             text += ". Other --unlabelled images change the number of iterations"
         raise UserError(text)
-    for key, change in changed.items():
+    for key, change in changes.items():
         level = logging.WARNING if key in _LENGTH else logging.INFO
         logger.log(level, f"Changed since the checkpoint: {change}")
     return before
@@ -100,7 +100,7 @@ def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:
     """Checks that a resumed run has the same training images as its checkpoint.
 
     Raises:
-        UserError: the images differ, or another trainer wrote the checkpoint.
+        UserError: the images differ, or the checkpoint is not of this package's trainer.
     """
     if "num_images" not in state:
         raise UserError(
@@ -114,34 +114,42 @@ def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:
     change = "their order or their boxes have changed"
     if before != now:
         change = f"there are {now} now"
-    also = " (also counting those of --unlabelled)" if stream.unlabelled else ""
+    also = ""
+    if stream.unlabelled:
+        also = " (also counting those of --unlabelled)"
     raise UserError(f"--resume continues a run on {before} training images{also}, but {change}")
 
 
 class StopSignals(HookBase):
     """Ends a run on SIGINT, SIGTERM or SIGUSR1; must be the last hook.
 
-    Processes share signals in the all-reduce of the losses. So all processes know about a signal
-    before the checkpoint hook runs, and stop after the same step. A signal interrupts an evaluation
-    immediately: the step is saved, and ``--resume`` starts with the evaluation. A second Ctrl-C
-    ends the process immediately, but not under torchrun, which itself sends the first signal again.
+    The run stops after the present step, with a checkpoint. Processes tell each other about signals
+    together with the losses of a step. So all processes know about a signal before the checkpoint
+    hook runs, and stop after the same step.
+
+    During an evaluation, a signal stops the run immediately. The step is saved, and ``--resume``
+    starts with the evaluation. A second Ctrl-C ends the process immediately, but not under
+    torchrun, which itself sends the first signal again.
     """
 
     trainer: Any
 
     def __init__(self) -> None:
-        self._number = 0
-        self._before: dict[int, Any] = {}
+        self._number = 0  # of the first signal; 0 if there was none
+        self._previous_handlers: dict[int, Any] = {}  # by number of the signal
 
     def before_train(self) -> None:
         """Installs the signal handlers; Python allows this only in the main thread."""
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in _SIGNALS:
+            self._previous_handlers[number] = signal.signal(number, self._note)
 
     def after_train(self) -> None:
-        for number, handler in self._before.items():
+        """Restores the previous signal handlers."""
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        self._before = {}
+        self._previous_handlers = {}
 
     def after_step(self) -> None:
         """Ends the run if any process received a signal.
@@ -154,32 +162,37 @@ class StopSignals(HookBase):
             raise self._interrupt()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        is_second = bool(self._number)
-        self._number = self._number or number
+        """The signal handler: asks the run to stop, or ends an evaluation or the process."""
+        is_second = self._number != 0
+        if not is_second:
+            self._number = number
         if is_second and number == signal.SIGINT and not find_launch():
             raise KeyboardInterrupt
         if self.trainer.find_hook(EvalHook).is_evaluating:
             raise self._interrupt()
         self.trainer.ask_to_stop()
-        if comm.is_main_process() and not is_second:  # print is not safe in a signal handler
+        if comm.is_main_process() and not is_second:
             name = signal.Signals(number).name.encode()
-            os.write(2, b"\n%s: stopping after this step, with a checkpoint\n" % name)
+            message = b"\n%s: stopping after this step, with a checkpoint\n" % name
+            os.write(2, message)  # to stderr; ``print`` is not safe in a signal handler
 
     def _interrupt(self) -> Interrupted:
+        """Returns the error that ends the run."""
         run = self.trainer
-        number = self._number or signal.SIGTERM
-        done = min(run.iter + 1, run.max_iter)
+        number = self._number or signal.SIGTERM  # 0 if only another process received a signal
+        num_done = min(run.iter + 1, run.max_iter)
         return Interrupted(
             number,
-            f"stopped by {signal.Signals(number).name} after {done} of {run.max_iter} iterations: "
-            f"--resume continues from the checkpoint in '{run.cfg.OUTPUT_DIR}'",
+            f"stopped by {signal.Signals(number).name} after {num_done} of {run.max_iter} "
+            f"iterations: --resume continues from the checkpoint in '{run.cfg.OUTPUT_DIR}'",
         )
 
 
 class YieldToNewerStart(HookBase):
     """Ends this process before it overwrites the checkpoints of a newer start of the same run.
 
-    If torchrun considers a slow machine dead, it restarts the run without that machine.
+    If torchrun considers a slow machine dead, it restarts the run without that machine, although
+    the old processes may still run there.
     """
 
     trainer: TrainingRun
@@ -187,7 +200,7 @@ class YieldToNewerStart(HookBase):
     def before_train(self) -> None:
         """Counts the starts in ``run.json``, including this one."""
         self._file = Path(self.trainer.cfg.OUTPUT_DIR) / RUN_FILE
-        self._count = len(read_run_record(self._file))
+        self._num_starts = len(read_run_record(self._file))
 
     def after_step(self) -> None:
         """Checks for a later start whenever a checkpoint is due.
@@ -197,9 +210,9 @@ class YieldToNewerStart(HookBase):
         """
         if not is_saved(self.trainer, self.trainer.cfg.SOLVER.CHECKPOINT_PERIOD):
             return
-        later = read_run_record(self._file)[self._count :]
-        if later:
+        later_starts = read_run_record(self._file)[self._num_starts :]
+        if later_starts:
+            started = later_starts[0].get("started")
             raise UserError(
-                f"'{self._file}' has a later start, at {later[0].get('started')}: this process "
-                "ends without saving"
+                f"'{self._file}' has a later start, at {started}: this process ends without saving"
             )
