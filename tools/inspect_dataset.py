@@ -177,13 +177,14 @@ def inspect(args: argparse.Namespace) -> int:
     from qbheat_det.data import LEFT_OUT_FILE, DataError
     from qbheat_det.engine import RunFlags
     from qbheat_det.engine.run_data import check_flags, open_sources
+    from qbheat_det.tasks import DETECTION
 
     logging.disable(logging.WARNING)  # the summary includes what loaders and mappers log
     # In ``RunFlags``, ``output`` is the folder of a training, but here it is that of the report.
     flags = dataclasses.replace(RunFlags.from_args(args), output="")
-    check_flags(flags)
+    cfg, recipe = load_recipe(flags)
+    check_flags(flags, DETECTION)
     sources = open_sources(flags)
-    cfg, recipe = load_recipe(flags, sources)
     inspections = [inspect_dataset(source, cfg) for source in list_sources(cfg, sources)]
     account = account_for(inspections)
     errors: list[DataError] = [*account.faults]

@@ -38,10 +38,10 @@ from qbheat_det.data import (
 from qbheat_det.data.checks import DataError, find_record_errors
 from qbheat_det.data.datasets.account import LeftOut
 from qbheat_det.engine import RunFlags, read_config
-from qbheat_det.engine.run_data import OpenedSource, Role, leave_out_images
+from qbheat_det.engine.run_config import find_task_of_flags
+from qbheat_det.engine.run_data import OpenedSource, Role, get_longest_side, leave_out_images
 from qbheat_det.evaluation import choose_max_detections
 from qbheat_det.inference.drawing import RGBImage, draw_instances
-from qbheat_det.tasks import find_task_of_data
 
 from .plotting import add_heading, tile_images
 
@@ -92,8 +92,8 @@ def list_objects(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def load_recipe(flags: RunFlags, sources: Mapping[Role, OpenedSource]) -> tuple[CfgNode, str]:
-    """Returns the config that ``qbheat train`` uses for these flags and sources, and its name.
+def load_recipe(flags: RunFlags) -> tuple[CfgNode, str]:
+    """Returns the config that ``qbheat train`` uses for these flags, and its name.
 
     Without a config file and data, training has no default config, so the result is Detectron2's
     default config with ``opts``, which may name registered datasets. Raises a ``UserError`` if the
@@ -101,9 +101,8 @@ def load_recipe(flags: RunFlags, sources: Mapping[Role, OpenedSource]) -> tuple[
     """
     if not (flags.config_file or flags.data or flags.images):
         return load_config(None, [str(word) for word in flags.opts]), "Detectron2's defaults"
-    cfg = read_config(flags, sources)
     name = flags.config_file or flags.overrides.get("MODEL.WEIGHTS", "")
-    return cfg, name or find_task_of_data(sources["train"].source).recipe
+    return read_config(flags), name or find_task_of_flags(flags).recipe
 
 
 def list_sources(cfg: CfgNode, sources: Mapping[Role, OpenedSource]) -> list[DatasetSource]:
@@ -138,7 +137,8 @@ def inspect_dataset(source: DatasetSource, cfg: CfgNode) -> Inspection:
     files = source.source or _find_files(source)
     try:
         annotations = source.annotations or read_annotations(files)
-        leave_out_images(annotations, cfg)
+        longest = get_longest_side(cfg)
+        leave_out_images(annotations, longest, check_files=cfg.DATASETS.CHECK_IMAGES)
     except UserError as error:
         unusable = DataError("annotations that cannot be used", files.path, str(error))
         return Inspection(source, [], (), [unusable])

@@ -273,6 +273,8 @@ class Detector(Trained):
             run_flags = RunFlags(**paths, opts=opts, **flags)
         except TypeError as error:  # a keyword that is not a field of ``RunFlags``
             raise UserError(f"Detector.train: {error}") from error
+        if run_flags.minutes:
+            raise UserError("Detector.train takes epochs, not minutes: use qbheat train --minutes")
         train_run(assemble_run(run_flags))
         run = Run.open(folder, device=self.cfg.MODEL.DEVICE)
         cfg = load_run_config(str(run.path), device=self.cfg.MODEL.DEVICE)

@@ -15,7 +15,7 @@ from torch import nn
 
 from qbheat_det.analysis.report import build_report
 from qbheat_det.analysis.run import FigureOptions, Run
-from qbheat_det.core.errors import Interrupted
+from qbheat_det.core.errors import Interrupted, UserError
 from qbheat_det.core.files import replace_folders
 from qbheat_det.core.text import format_duration, join_first
 from qbheat_det.deployment import deploy_by_config
@@ -91,7 +91,10 @@ def start_afresh(flags: RunFlags) -> Trainer:
     Raises:
         UserError: the config or the data are invalid, or the folder has other files.
     """
-    (stage,) = assemble_run(flags, replaces_run=True)
+    stages = assemble_run(flags, replaces_run=True)
+    if len(stages) > 1:
+        raise UserError("SOLVER.FIRST_STAGE: name a recipe with one stage here")
+    stage = stages[0]
     replace_folders(stage.folder)
     setup(stage)
     trainer = Trainer(stage.cfg)

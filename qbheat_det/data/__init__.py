@@ -19,8 +19,10 @@ from .datasets.image_folder import (
 from .datasets.image_suffixes import IMAGE_SUFFIXES
 from .datasets.sources import (
     CLASSES,
+    IMAGES,
     DataSource,
     Source,
+    find_format,
     open_images,
     open_source,
     read_annotations,
@@ -51,6 +53,7 @@ from .unlabelled import StrongViews
 
 __all__ = [
     "CLASSES",
+    "IMAGES",
     "IMAGE_FORMATS",
     "IMAGE_SUFFIXES",
     "LEFT_OUT_FILE",
@@ -77,6 +80,7 @@ __all__ = [
     "check_tile",
     "cut",
     "cut_records",
+    "find_format",
     "find_image_errors",
     "find_record_errors",
     "fingerprint_images",

@@ -93,12 +93,13 @@ def fit_minutes(
     minutes = flags.minutes or 0.0
     seconds = 60 * minutes
     last = stages[-1]
-    if last.resume and name_last_checkpoint(last.folder):
-        return [_read_plan(last, flags)]
-    if not last.cfg.SOLVER.EPOCHS:
+    is_resumed = last.resume and bool(name_last_checkpoint(last.folder))
+    if not is_resumed and not last.cfg.SOLVER.EPOCHS:
         raise UserError("--minutes plans SOLVER.EPOCHS, which is 0: leave out SOLVER.MAX_ITER")
     if "SOLVER.EPOCHS" in flags.overrides:
         raise UserError("--minutes and --epochs both set the length: leave one out")
+    if is_resumed:
+        return [_read_plan(last, flags)]
 
     deadline = _Deadline(start, minutes)
 
@@ -135,7 +136,10 @@ def fit_minutes(
         needed = format_duration((seconds_before + spent + training) / _USED_SHARE)
         raise UserError(f"--minutes {minutes:g} is too short: this machine needs {needed}")
     epochs = float(f"{min(epochs, _MAX_EPOCHS * chosen_pace.usual):.3g}")
-    chosen = chosen.with_values({"SOLVER.EPOCHS": epochs, "SOLVER.MIN_ITER": 0})
+    values: dict[str, Any] = {"SOLVER.EPOCHS": epochs}
+    if "SOLVER.MIN_ITER" not in flags.overrides:
+        values["SOLVER.MIN_ITER"] = 0  # exactly this number of epochs
+    chosen = chosen.with_values(values)
 
     plan = f"Plan for {format_duration(seconds)}: "
     if is_first_alone:
@@ -161,7 +165,13 @@ def _read_plan(stage: Stage, flags: RunFlags) -> Stage:
     """Returns a resumed stage with the plan that the ``config.yaml`` in its folder records."""
     overrides = list_shared_overrides(flags.overrides)
     saved = load_config(stage.folder / "config.yaml", as_opts(overrides))
-    values: dict[str, Any] = {"SOLVER.EPOCHS": saved.SOLVER.EPOCHS, "SOLVER.MIN_ITER": 0}
+    values: dict[str, Any] = {
+        "SOLVER.EPOCHS": saved.SOLVER.EPOCHS,
+        "SOLVER.MAX_ITER": saved.SOLVER.MAX_ITER,
+        "SOLVER.MIN_ITER": saved.SOLVER.MIN_ITER,
+        "OUTPUT_DIR": stage.cfg.OUTPUT_DIR,
+        "MODEL.DEVICE": stage.cfg.MODEL.DEVICE,
+    }
     if saved.MODEL.CACHE_FEATURES.ENABLED and not stage.cfg.MODEL.CACHE_FEATURES.ENABLED:
         saved.freeze()  # the plan had only the first stage
         stage = replace(stage, cfg=saved)

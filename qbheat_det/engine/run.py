@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """One run, from its flags to its stages: what ``qbheat train`` does before the first step.
 
-Read ``assemble_run`` from top to bottom. It opens the data (``run_data.py``), reads the config
-(``run_config.py``), prepares the data, and returns one ``Stage`` for each training. A stage is a
+Read ``assemble_run`` from top to bottom. It reads the config (``run_config.py``), opens and
+prepares the data (``run_data.py``), and returns one ``Stage`` for each training. A stage is a
 frozen value: its config is complete, and its data are checked and registered.
 ``qbheat_det.api.training.train`` trains it.
 
@@ -20,6 +20,7 @@ from detectron2.config import CfgNode
 
 from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
+from qbheat_det.tasks import find_task
 
 from .logs import filter_detectron2_logs
 from .run_config import (
@@ -29,9 +30,9 @@ from .run_config import (
     read_config,
     read_first_stage,
 )
-from .run_data import RunData, check_flags, check_records, open_sources, prepare_data
+from .run_data import Draft, RunData, check_flags, check_records, open_sources, prepare_data
 from .run_flags import RunFlags
-from .run_record import Start, check_start, find_start, name_last_checkpoint
+from .run_record import check_start, find_start, read_start
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Stage:
 def assemble_run(flags: RunFlags, *, replaces_run: bool = False) -> list[Stage]:
     """Returns the stages of a training, in order. Writes no files.
 
-    All processes of a run must call this function.
+    All processes of a run must call this function. ``flags.minutes`` is for ``fit_minutes``.
 
     Args:
         flags: flags of the run.
@@ -83,37 +84,35 @@ def assemble_run(flags: RunFlags, *, replaces_run: bool = False) -> list[Stage]:
         UserError: the flags, the config or the data are invalid.
     """
     filter_detectron2_logs()
-    check_flags(flags)
-    sources = open_sources(flags)
-
-    cfg = read_config(flags, sources)
-    check_config(cfg, eval_only=False)
+    if flags.eval_only:
+        raise UserError("--eval-only does not train: use assemble_evaluation")
     overrides = flags.overrides
+    cfg = read_config(flags)
+    check_flags(flags, find_task(cfg))
     start = find_start(Path(cfg.OUTPUT_DIR), asked=flags.resume)
-    if not replaces_run:
-        check_start(start, overrides.get("MODEL.WEIGHTS", ""))
-
+    drafts = [Draft(cfg, overrides, start)]
     first_cfg = None if start.continues else read_first_stage(cfg, overrides)
-    first_start = start
-    shared = list_shared_overrides(overrides)
     if first_cfg is not None:
-        check_config(first_cfg, eval_only=False)
         first_start = find_start(Path(first_cfg.OUTPUT_DIR), asked=flags.resume)
-        check_start(first_start, shared.get("MODEL.WEIGHTS", ""))
-        start = replace(start, resume=False)  # it starts from the weights of the first stage
+        drafts.insert(0, Draft(first_cfg, list_shared_overrides(overrides), first_start))
+    for draft in drafts:
+        check_config(draft.cfg, eval_only=False)
+        if not replaces_run:
+            check_start(draft.start, draft.overrides.get("MODEL.WEIGHTS", ""))
 
-    data = prepare_data(cfg, flags, sources, first_start)
-    cfg = complete_config(cfg, data, overrides, start)
-    stages = [Stage(cfg, data, start.resume, flags.allow_partial)]
-    if first_cfg is not None:
-        labelled = replace(data, unlabelled=())
-        first_cfg = complete_config(first_cfg, labelled, shared, first_start)
-        stages = [
-            Stage(
-                first_cfg, labelled, first_start.resume, flags.allow_partial, "First stage of two"
-            ),
-            replace(stages[0], title="Second stage of two"),
-        ]
+    data = prepare_data(flags, open_sources(flags), drafts)
+
+    stages: list[Stage] = []
+    for draft in drafts:
+        is_last = draft is drafts[-1]
+        # A first stage learns from labelled images alone.
+        stage_data = data if is_last else replace(data, unlabelled=())
+        stage_cfg = complete_config(draft, stage_data)
+        resume = draft.start.continues if stages else draft.start.resume
+        stages.append(Stage(stage_cfg, stage_data, resume, flags.allow_partial))
+    if len(stages) == 2:
+        stages[0] = replace(stages[0], title="First stage of two")
+        stages[1] = replace(stages[1], title="Second stage of two")
     check_records([stage.cfg for stage in stages], data, eval_only=False)
     return stages
 
@@ -126,17 +125,16 @@ def assemble_evaluation(flags: RunFlags) -> Stage:
     """
     filter_detectron2_logs()
     flags = replace(flags, eval_only=True)
-    check_flags(flags)
     overrides = flags.overrides
     weights = overrides.get("MODEL.WEIGHTS", "")
     if flags.resume and weights:
         raise UserError(f"--resume evaluates a checkpoint, not MODEL.WEIGHTS '{weights}'")
-    sources = open_sources(flags)
-    cfg = read_config(flags, sources)
+    cfg = read_config(flags)
+    check_flags(flags, find_task(cfg))
     check_config(cfg, eval_only=True)
-    folder = Path(cfg.OUTPUT_DIR)
-    start = Start(folder, flags.resume, name_last_checkpoint(folder))
-    data = prepare_data(cfg, flags, sources, start)
-    cfg = complete_config(cfg, data, overrides, start, eval_only=True)
+    start = read_start(Path(cfg.OUTPUT_DIR), resume=flags.resume)
+    draft = Draft(cfg, overrides, start)
+    data = prepare_data(flags, open_sources(flags), [draft])
+    cfg = complete_config(draft, data, eval_only=True)
     check_records([cfg], data, eval_only=True)
     return Stage(cfg, data, start.resume)

@@ -27,15 +27,15 @@ from qbheat_det.config import (
     with_values,
 )
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import check_tile
+from qbheat_det.data import IMAGES, Source, check_tile, find_format
 from qbheat_det.feature_cache import check_cacheable
 from qbheat_det.modeling.contracts import SupportsUnlabelled, has_held_out_loss
 from qbheat_det.tasks import Task, find_task, find_task_of_data
 
 from .detection_limits import fit_detection_limits
-from .run_data import OpenedSource, Role, RunData
+from .run_data import Draft, RunData
 from .run_flags import RunFlags
-from .run_record import FIRST_STAGE_FOLDER, Start
+from .run_record import FIRST_STAGE_FOLDER
 from .step import PRECISIONS
 
 _MIN_IMAGE_SIZE = 32  # smallest --image-size in pixels
@@ -85,7 +85,7 @@ _RULES: Rules = {
 }
 
 
-def read_config(flags: RunFlags, sources: Mapping[Role, OpenedSource]) -> CfgNode:
+def read_config(flags: RunFlags) -> CfgNode:
     """Reads the config that the flags name or imply, without the values that depend on the data.
 
     It is ``--config-file``, or else the config inside ``--weights``, or else the default recipe of
@@ -101,17 +101,26 @@ def read_config(flags: RunFlags, sources: Mapping[Role, OpenedSource]) -> CfgNod
         cfg = load_config(flags.config_file, opts)
     elif flags.eval_only:
         cfg = load_run_config(weights, opts=opts) if weights else load_config(None, opts)
-    elif "train" not in sources:
-        raise UserError("name what to train on: --data SRC, or --images DIR for pre-training")
+    elif weights:
+        cfg = _read_config_of_weights(weights, overrides, find_task_of_flags(flags))
     else:
-        task = find_task_of_data(sources["train"].source)
-        if weights:
-            cfg = _read_config_of_weights(weights, overrides, task)
-        else:
-            cfg = load_config(task.recipe, opts)
+        cfg = load_config(find_task_of_flags(flags).recipe, opts)
     if flags.image_size is None:
         return cfg
     return with_values(cfg, _find_size_values(cfg, flags))
+
+
+def find_task_of_flags(flags: RunFlags) -> Task:
+    """Returns the task of the data that the flags name, without reading the annotations.
+
+    Raises:
+        UserError: the flags name no training data, or a path has no data set.
+    """
+    if flags.data:
+        return find_task_of_data(Source(find_format(str(flags.data)), str(flags.data)))
+    if flags.images:
+        return find_task_of_data(Source(IMAGES, flags.image_folders[0]))
+    raise UserError("name what to train on: --data SRC, or --images DIR for pre-training")
 
 
 def _read_config_of_weights(weights: str, overrides: Mapping[str, str], task: Task) -> CfgNode:
@@ -213,30 +222,22 @@ def check_config(cfg: CfgNode, *, eval_only: bool) -> None:
         check_weights_file(cfg.MODEL.WEIGHTS)
 
 
-def complete_config(
-    cfg: CfgNode,
-    data: RunData,
-    overrides: Mapping[str, str],
-    start: Start,
-    *,
-    eval_only: bool = False,
-) -> CfgNode:
+def complete_config(draft: Draft, data: RunData, *, eval_only: bool = False) -> CfgNode:
     """Returns a frozen config with all values that depend on the data and the device.
 
     Args:
-        cfg: config of a stage.
+        draft: what is known about the stage without its data.
         data: data of the stage.
-        overrides: the values that the user has set for the stage, by config key.
-        start: how the stage starts. If it continues a run, it keeps the seed of the checkpoint.
         eval_only: nothing is trained.
 
     Raises:
         UserError: config and data do not fit together.
     """
+    overrides = draft.overrides
     cfg = with_values(
-        cfg,
+        draft.cfg,
         {
-            "MODEL.DEVICE": _find_device(cfg, overrides),
+            "MODEL.DEVICE": _find_device(draft.cfg, overrides),
             "DATASETS.TRAIN": data.train,
             "DATASETS.TEST": data.test,
             "DATASETS.UNLABELLED": data.unlabelled,
@@ -252,7 +253,7 @@ def complete_config(
     )
     if data.unlabelled and not eval_only:
         values |= _find_mean_teacher_values(cfg, overrides)
-    if cfg.SEED < 0 and not start.continues:
+    if cfg.SEED < 0 and not draft.start.continues:  # else, the seed is that of the checkpoint
         values |= {"SEED": comm.shared_random_seed()}  # equal on all processes, and recorded
     cfg = with_values(cfg, values)
     cfg.freeze()

@@ -9,8 +9,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,6 +49,7 @@ from qbheat_det.data import (
     split_source,
 )
 from qbheat_det.data.checks import find_elongation
+from qbheat_det.data.datasets.sources import forget_source
 from qbheat_det.evaluation import count_most_objects
 from qbheat_det.tasks import TASKS, Task, find_task, find_task_of_data
 
@@ -73,7 +74,23 @@ _KEYS = {
     "val_images": "DATASETS.TEST",
     "unlabelled": "DATASETS.UNLABELLED",
 }
+_BY_FLAGS = "given_by_flags"  # key of the metadata of sets that flags give
 _MAX_FINGERPRINTS = 300_000  # images that are remembered in ``seen_images.json``
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What is known about a stage without its data.
+
+    Attributes:
+        cfg: config without the values that depend on the data.
+        overrides: the values that the user has set for the stage, by config key.
+        start: how the stage starts.
+    """
+
+    cfg: CfgNode
+    overrides: Mapping[str, str]
+    start: Start
 
 
 @dataclass(frozen=True)
@@ -124,6 +141,8 @@ class DataSet:
         paths: paths of the images, if the data set has boxes or classes.
         broken: paths of the images that were left out because of faults in their files.
         max_objects: largest number of objects in an image.
+        load: function that returns the records.
+        metadata: what Detectron2's ``MetadataCatalog`` knows of the data set.
     """
 
     name: str
@@ -133,6 +152,18 @@ class DataSet:
     paths: Sequence[str] = ()
     broken: Sequence[str] = ()
     max_objects: int = 0
+    load: Callable[[], list[dict[str, Any]]] = field(default=list, repr=False)
+    metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def register(self) -> None:
+        """Registers the data set again if another run has taken its name."""
+        if self.name in DatasetCatalog and DatasetCatalog[self.name] is self.load:
+            return
+        forget_source(self.name)
+        DatasetCatalog.register(self.name, self.load)
+        MetadataCatalog.get(self.name).set(
+            **{key: value for key, value in self.metadata.items() if key != "name"}
+        )
 
 
 @dataclass(frozen=True)
@@ -189,6 +220,11 @@ class RunData:
             "broken_images": sorted(broken),
         }
 
+    def register(self) -> None:
+        """Registers the data sets that flags give again, if another run has taken their names."""
+        for data_set in self.given:
+            data_set.register()
+
     def write_files(self, folder: Path) -> None:
         """Writes what was decided about the data into the folder of a run.
 
@@ -226,20 +262,30 @@ class RunData:
                 logger.info(f"Note: {note}")
 
 
-def check_flags(flags: RunFlags) -> None:
-    """Checks that the flags that name data do not contradict each other or ``opts``.
+def check_flags(flags: RunFlags, task: Task) -> None:
+    """Checks that the flags that name data fit together, the overrides and the task.
 
     Raises:
-        UserError: two of them name the same data.
+        UserError: two flags name the same data, or a flag is not for the task.
     """
-    overrides = flags.opts[::2]
     for flag, key in _KEYS.items():
-        if getattr(flags, flag) and key in overrides:
+        if getattr(flags, flag) and key in flags.opts[::2]:
             raise UserError(f"{key} and {spell(flag)} both name data: choose one")
     if flags.data and len(flags.image_folders) > 1:
         raise UserError(f"--images of --data is one folder, not {len(flags.image_folders)}")
     if flags.val and len(flags.val_image_folders) > 1:
         raise UserError(f"--val-images of --val is one folder, not {len(flags.val_image_folders)}")
+    if flags.unlabelled_folders and (flags.eval_only or not task.uses_boxes):
+        raise UserError("--unlabelled is for the training of detectors: leave it out")
+    if not task.uses_labels:
+        return
+    names_training_set = flags.data or flags.images or "DATASETS.TRAIN" in flags.overrides
+    if (flags.val or flags.val_images) and not (names_training_set or flags.eval_only):
+        raise UserError("--val alone evaluates: add --eval-only, or --data to train")
+    if flags.images and not flags.data:
+        raise UserError(f"--images needs --data, which has {task.learns_from}")
+    if flags.val_images and not flags.val:
+        raise UserError(f"--val-images needs --val, which has {task.learns_from}")
 
 
 def open_sources(flags: RunFlags) -> dict[Role, OpenedSource]:
@@ -281,63 +327,62 @@ def _take(data: DataSource, source: Source) -> OpenedSource:
 
 
 def prepare_data(
-    cfg: CfgNode,
-    flags: RunFlags,
-    sources: Mapping[Role, OpenedSource],
-    start: Start,
+    flags: RunFlags, sources: Mapping[Role, OpenedSource], drafts: Sequence[Draft]
 ) -> RunData:
     """Checks and registers the data sets of a run.
 
     Args:
-        cfg: config of the run. Its data sets are used where no flag names any.
         flags: flags of the run.
         sources: what the flags name, see ``open_sources``.
-        start: how the run starts. A resumed run keeps its split, and leaves out the same images.
+        drafts: the stages. The first one has the weights from which the run starts, and decides
+            about faults and held-out images. The last one names the sets that no flag gives.
 
     Raises:
         UserError: the data do not fit the task, classes differ, or too many images or boxes have
             faults (``DATASETS.MAX_LEFT_OUT``).
     """
-    task = find_task(cfg)
+    first = drafts[0]
+    last = drafts[-1]
+    task = find_task(last.cfg)
     _check_task(flags, sources, task)
     has_no_val = set(sources) == {"train"}
-    sources = _choose_roles(flags, sources)
+    used = _choose_roles(flags, sources)
     if not task.uses_labels:
-        sources = {role: opened.without_labels() for role, opened in sources.items()}
+        used = {role: opened.without_labels() for role, opened in used.items()}
     elif task.uses_boxes:
-        sources = _choose_classes(cfg, flags, sources)
-    _check_sources(cfg, sources, start)
+        used = _choose_classes(first.cfg, flags, used)
+    _check_sources(used, drafts)
 
     seen = SeenImages()
     if task.uses_labels:
-        seen = _read_seen(cfg)
+        seen = _read_seen(first.cfg)
     split: Split | None = None
     if flags.eval_only and has_no_val:
-        split_file = _find_split_of_weights(cfg, flags, start)
+        split_file = _find_split_of_weights(first, flags)
         if split_file:
             split = read_split(split_file)
-            sources = {"val": sources["val"].with_split(split_file, "val")}
+            used = {"val": used["val"].with_split(split_file, "val")}
             logger.info(
                 f"Evaluating on the {len(split['val']):,} images that '{split_file}' holds out"
             )
-    elif has_no_val and _holds_out(cfg, flags, task):
-        split = _read_or_make_split(cfg, flags, sources["train"], seen, start)
-        split_file = Path(cfg.OUTPUT_DIR, SPLIT_FILE).absolute()
-        whole = sources["train"]
-        sources = {
-            "train": whole.with_split(split_file, "train"),
-            "val": whole.with_split(split_file, "val"),
+    elif has_no_val and _holds_out(first.cfg, flags, task):
+        folder = Path(last.cfg.OUTPUT_DIR)
+        split = _read_or_make_split(first, folder, flags, used["train"], seen)
+        split_file = (folder / SPLIT_FILE).absolute()
+        used = {
+            "train": used["train"].with_split(split_file, "train"),
+            "val": used["train"].with_split(split_file, "val"),
         }
 
     given: dict[Role, DataSet] = {}
-    for role, opened in sources.items():
+    for role, opened in used.items():
         given[role] = _register(opened, task.set_names[role == "val"], split)
-    _check_classes(cfg, flags, sources, given, task)
-    unlabelled = _list_registered(cfg.DATASETS.UNLABELLED)
+    _check_classes(first.cfg, flags, used, given, task)
+    unlabelled = _list_registered(last.cfg.DATASETS.UNLABELLED)
     if flags.unlabelled_folders:
         register_source(UNLABELLED_SET, open_images(flags.unlabelled_folders).train)
         unlabelled = (UNLABELLED_SET,)
-    train, test = _choose_names(cfg, flags, given)
+    train, test = _choose_names(last.cfg, flags, given)
     data = RunData(
         task,
         train=train,
@@ -349,8 +394,8 @@ def prepare_data(
     _check_names(data, eval_only=flags.eval_only)
     if not task.uses_labels:
         return data
-    names, ids = _find_classes(cfg, data, start, eval_only=flags.eval_only)
-    seen_after, shared = _compare_images(given, seen, cfg.MODEL.WEIGHTS)
+    names, ids = _find_classes(last, data, eval_only=flags.eval_only)
+    seen_after, shared = _compare_images(given, seen, first.cfg.MODEL.WEIGHTS)
     return replace(
         data,
         class_names=names,
@@ -363,18 +408,7 @@ def prepare_data(
 
 
 def _check_task(flags: RunFlags, sources: Mapping[Role, OpenedSource], task: Task) -> None:
-    """Checks that the flags, and the data that they name, are for a task."""
-    if flags.unlabelled_folders and (flags.eval_only or not task.uses_boxes):
-        raise UserError("--unlabelled is for the training of detectors: leave it out")
-    if not task.uses_labels:
-        return
-    names_training_set = flags.data or flags.images or "DATASETS.TRAIN" in flags.overrides
-    if (flags.val or flags.val_images) and not (names_training_set or flags.eval_only):
-        raise UserError("--val alone evaluates: add --eval-only, or --data to train")
-    if flags.images and not flags.data:
-        raise UserError(f"--images needs --data, which has {task.learns_from}")
-    if flags.val_images and not flags.val:
-        raise UserError(f"--val-images needs --val, which has {task.learns_from}")
+    """Checks that the data that the flags name are for a task."""
     for role, opened in sources.items():
         if not task.fits(opened.source):
             path = flags.val if role == "val" and flags.val else flags.data
@@ -418,7 +452,7 @@ def _choose_classes(
     return {role: opened.with_classes(classes) for role, opened in sources.items()}
 
 
-def _check_sources(cfg: CfgNode, sources: Mapping[Role, OpenedSource], start: Start) -> None:
+def _check_sources(sources: Mapping[Role, OpenedSource], drafts: Sequence[Draft]) -> None:
     """Leaves out images of sources with boxes that cannot be used.
 
     A resumed run leaves out the same images as at its start. Images that have broken since then are
@@ -427,6 +461,9 @@ def _check_sources(cfg: CfgNode, sources: Mapping[Role, OpenedSource], start: St
     Raises:
         UserError: more than ``DATASETS.MAX_LEFT_OUT`` of the images or boxes have faults.
     """
+    start = drafts[0].start
+    settings = drafts[0].cfg.DATASETS
+    longest = min(get_longest_side(draft.cfg) for draft in drafts)
     checked: list[Annotations] = []  # both roles may have the same annotations
     for opened in sources.values():
         annotations = opened.annotations
@@ -434,14 +471,19 @@ def _check_sources(cfg: CfgNode, sources: Mapping[Role, OpenedSource], start: St
             continue
         checked.append(annotations)
         if not opened.source.labelled:
-            annotations.account.check(cfg.DATASETS.MAX_LEFT_OUT, images_only=True)
+            annotations.account.check(settings.MAX_LEFT_OUT, images_only=True)
             continue
         annotations.check()
         if start.continues:
             _leave_out_again(annotations, start.left_out)
         else:
-            leave_out_images(annotations, cfg)
-        annotations.account.check(cfg.DATASETS.MAX_LEFT_OUT)
+            leave_out_images(annotations, longest, check_files=settings.CHECK_IMAGES)
+        annotations.account.check(settings.MAX_LEFT_OUT)
+
+
+def get_longest_side(cfg: CfgNode) -> float:
+    """Returns the longest side of resized images in pixels; infinity if they are not resized."""
+    return min(cfg.INPUT.MAX_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TEST) or math.inf
 
 
 def _leave_out_again(annotations: Annotations, paths: Sequence[str]) -> None:
@@ -456,26 +498,26 @@ def _leave_out_again(annotations: Annotations, paths: Sequence[str]) -> None:
     annotations.leave_out(errors)
 
 
-def leave_out_images(annotations: Annotations, cfg: CfgNode) -> None:
-    """Leaves out images that are too elongated, and with ``DATASETS.CHECK_IMAGES`` broken ones."""
+def leave_out_images(annotations: Annotations, longest: float, *, check_files: bool) -> None:
+    """Leaves out images that cannot be used.
+
+    Args:
+        annotations: the images and boxes, which are changed.
+        longest: longest side of resized images in pixels. An image is left out if its shorter side
+            would be resized to zero pixels.
+        check_files: whether to leave out images whose files are broken.
+    """
     if annotations.problem:  # images without labels have no sizes
         return
-    longest = min(cfg.INPUT.MAX_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TEST)
-    errors = _find_elongated(annotations, longest)
-    if cfg.DATASETS.CHECK_IMAGES:
-        errors |= _find_broken(annotations)
-    annotations.leave_out(errors)
-
-
-def _find_elongated(annotations: Annotations, longest: float) -> dict[str, DataError]:
-    """Returns the errors of images whose shorter side would be resized to zero pixels, by name."""
     errors = {}
     for image in annotations.images:
-        reason = find_elongation((image["height"], image["width"]), longest or math.inf)
+        reason = find_elongation((image["height"], image["width"]), longest)
         if reason:
             name = image["file_name"]
             errors[name] = DataError("elongated image", f"image '{name}'", reason)
-    return errors
+    if check_files:
+        errors |= _find_broken(annotations)
+    annotations.leave_out(errors)
 
 
 def _find_broken(annotations: Annotations) -> dict[str, DataError]:
@@ -510,11 +552,11 @@ def _read_seen(cfg: CfgNode) -> SeenImages:
     return seen
 
 
-def _find_split_of_weights(cfg: CfgNode, flags: RunFlags, start: Start) -> Path | None:
+def _find_split_of_weights(draft: Draft, flags: RunFlags) -> Path | None:
     """Returns the ``split.json`` of the training of the weights, if it divides ``--data``."""
-    folder = Path(cfg.MODEL.WEIGHTS).parent
-    if start.resume:
-        folder = start.folder
+    folder = Path(draft.cfg.MODEL.WEIGHTS).parent
+    if draft.start.resume:
+        folder = draft.start.folder
     file = folder.absolute() / SPLIT_FILE
     if not file.is_file():
         return None
@@ -531,23 +573,26 @@ def _holds_out(cfg: CfgNode, flags: RunFlags, task: Task) -> bool:
 
 
 def _read_or_make_split(
-    cfg: CfgNode, flags: RunFlags, opened: OpenedSource, seen: SeenImages, start: Start
+    draft: Draft, folder: Path, flags: RunFlags, opened: OpenedSource, seen: SeenImages
 ) -> Split:
-    """Returns the split of a resumed run, or of its first stage, or makes a new one.
+    """Returns the split of a resumed run, or makes a new one.
 
-    Images that the initial weights have seen keep their side.
+    Args:
+        draft: first stage of the run.
+        folder: ``OUTPUT_DIR`` of the run.
+        flags: flags of the run.
+        opened: the images to divide.
+        seen: images that the initial weights have seen, which keep their side.
     """
-    if start.resume:
-        folder = Path(cfg.OUTPUT_DIR)
+    if draft.start.resume:
         for file in (folder / SPLIT_FILE, folder / FIRST_STAGE_FOLDER / SPLIT_FILE):
             if file.is_file():
                 return read_split(file)
-    # The seed of the split is that of the command, also if a seed is drawn for the training.
     split = split_source(
         opened.source,
         opened.annotations,
-        fraction=cfg.DATASETS.VAL_FRACTION,
-        seed=max(cfg.SEED, 0),
+        fraction=draft.cfg.DATASETS.VAL_FRACTION,
+        seed=max(draft.cfg.SEED, 0),
         seen=seen,
     )
     return {"data": os.path.abspath(str(flags.data)), **split}
@@ -560,21 +605,32 @@ def _register(opened: OpenedSource, name: str, split: Split | None) -> DataSet:
     if split is not None and source.split_part:
         keep = frozenset(split[source.split_part])
     register_source(name, source, annotations=opened.annotations, keep=keep)
-    if opened.annotations is None:
-        if source.labelled:
-            paths = [record["file_name"] for record in DatasetCatalog.get(name)]
-            return DataSet(name, source, opened.account, len(paths), paths=paths)
-        return DataSet(name, source, opened.account, opened.account.used["image"])
-    lists = opened.annotations.keep(keep)
-    root = opened.annotations.image_root
+    num_images = opened.account.used["image"]
+    paths: list[str] = []
+    broken: Sequence[str] = ()
+    max_objects = 0
+    if opened.annotations is not None:
+        lists = opened.annotations.keep(keep)
+        root = opened.annotations.image_root
+        paths = [os.path.join(root, image["file_name"]) for image in lists["images"]]
+        num_images = len(paths)
+        broken = opened.annotations.broken
+        max_objects = count_most_objects(lists["annotations"])
+    elif source.labelled:
+        paths = [record["file_name"] for record in DatasetCatalog.get(name)]
+        num_images = len(paths)
+    metadata = MetadataCatalog.get(name)
+    metadata.set(**{_BY_FLAGS: True})
     return DataSet(
         name,
         source,
         opened.account,
-        num_images=len(lists["images"]),
-        paths=[os.path.join(root, image["file_name"]) for image in lists["images"]],
-        broken=opened.annotations.broken,
-        max_objects=count_most_objects(lists["annotations"]),
+        num_images,
+        paths,
+        broken,
+        max_objects,
+        load=DatasetCatalog[name],
+        metadata=dict(metadata.as_dict()),
     )
 
 
@@ -599,8 +655,16 @@ def _check_classes(
 
 
 def _list_registered(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns the names without those of sets that only the flags of an earlier run have given."""
-    return tuple(name for name in names if name not in CUSTOM_SETS)
+    """Returns the names without those of sets that only the flags of an earlier run have given.
+
+    The user may have registered sets with the same names.
+    """
+    kept = []
+    for name in names:
+        is_of_user = name in DatasetCatalog and not MetadataCatalog.get(name).get(_BY_FLAGS)
+        if name not in CUSTOM_SETS or is_of_user:
+            kept.append(name)
+    return tuple(kept)
 
 
 def _choose_names(
@@ -653,11 +717,11 @@ def _check_name(name: str, task: Task, *, is_test: bool) -> None:
 
 
 def _find_classes(
-    cfg: CfgNode, data: RunData, start: Start, *, eval_only: bool
+    draft: Draft, data: RunData, *, eval_only: bool
 ) -> tuple[Sequence[str], Sequence[int]]:
     """Returns the names of the classes, and their ids in the annotations."""
     if data.task.uses_class_folders:
-        names = _find_folder_classes(cfg, data, start, eval_only=eval_only)
+        names = _find_folder_classes(draft, data, eval_only=eval_only)
         return names, range(len(names))
     name = data.test[0] if eval_only else data.train[0]
     metadata = MetadataCatalog.get(name)
@@ -671,9 +735,7 @@ def _find_classes(
     return names, ids
 
 
-def _find_folder_classes(
-    cfg: CfgNode, data: RunData, start: Start, *, eval_only: bool
-) -> list[str]:
+def _find_folder_classes(draft: Draft, data: RunData, *, eval_only: bool) -> list[str]:
     """Returns the class names of class folders, and checks that all test sets have them.
 
     Training uses the classes of the training images. Evaluation uses the classes that the weights
@@ -681,10 +743,10 @@ def _find_folder_classes(
     """
     names: list[str] = []
     if eval_only:
-        weights = cfg.MODEL.WEIGHTS
-        if start.continues:
-            weights = str(start.folder / start.checkpoint)
-        names = list(cfg.MODEL.CLASS_NAMES)
+        weights = draft.cfg.MODEL.WEIGHTS
+        if draft.start.continues:
+            weights = str(draft.start.folder / draft.start.checkpoint)
+        names = list(draft.cfg.MODEL.CLASS_NAMES)
         if weights:
             names = list(class_names_of(weights)) or names
     if not names:
@@ -787,7 +849,7 @@ def check_records(cfgs: Sequence[CfgNode], data: RunData, *, eval_only: bool) ->
                 num_classes=len(data.class_names),
                 filter_empty=filters,
                 mask_format=cfg.INPUT.MASK_FORMAT if cfg.MODEL.MASK_ON else None,
-                longest=min(cfg.INPUT.MAX_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TEST),
+                longest=get_longest_side(cfg),
             )
             raise_first(errors)
         if cfgs[-1].DATASETS.CHECK_IMAGES and name not in CUSTOM_SETS:

@@ -91,8 +91,9 @@ class RunFlags:
     def __post_init__(self) -> None:
         for name in ("epochs", "minutes", "batch"):
             number = getattr(self, name)
-            if number is not None and not 0 < number < math.inf:
-                raise UserError(f"--{name} must be a number above 0, not {number}")
+            is_number = isinstance(number, int | float)
+            if number is not None and not (is_number and 0 < number < math.inf):
+                raise UserError(f"--{name} must be a number above 0, not {number!r}")
         for name, key in _KEYS.items():
             if self._is_given(name) and key in self.opts[::2]:
                 raise UserError(f"{spell(name)} and {key} set the same value: leave one out")

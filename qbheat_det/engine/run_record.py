@@ -66,10 +66,15 @@ def find_start(folder: Path, *, asked: bool) -> Start:
             f"OUTPUT_DIR '{folder}' ends with '{main or 'nothing'}' on the first machine, but with "
             f"'{others.pop() or 'nothing'}' on another: all must see one folder"
         )
+    return read_start(folder, resume=resume)
+
+
+def read_start(folder: Path, *, resume: bool) -> Start:
+    """Reads from a folder how a stage starts, if it is known whether the run is resumed."""
     left_out: Sequence[str] = ()
     if resume:
         left_out = find_broken_images(folder)
-    return Start(folder, resume, last, left_out)
+    return Start(folder, resume, name_last_checkpoint(folder), left_out)
 
 
 def check_start(start: Start, weights: str) -> None:
@@ -88,20 +93,20 @@ def check_start(start: Start, weights: str) -> None:
             f"OUTPUT_DIR '{start.folder}' contains a run up to {start.checkpoint}: add --resume to "
             "continue it, or name another --output"
         )
-    if not start.resume or not weights:
-        return
-    if not start.checkpoint or weights != _initial_weights(start.folder):
+    if start.resume and weights and weights not in _list_initial_weights(start.folder):
         raise UserError(
             f"--resume continues the run in OUTPUT_DIR '{start.folder}', but MODEL.WEIGHTS "
             f"'{weights}' starts a new one: leave one of them out"
         )
 
 
-def _initial_weights(folder: Path) -> str:
-    path = folder / "config.yaml"
-    if not path.is_file():
-        return ""
-    return str(load_config(path).MODEL.WEIGHTS)
+def _list_initial_weights(folder: Path) -> list[str]:
+    """Returns ``MODEL.WEIGHTS`` of the run in a folder and of its first stage."""
+    weights = []
+    for path in (folder / "config.yaml", folder / FIRST_STAGE_FOLDER / "config.yaml"):
+        if path.is_file():
+            weights.append(str(load_config(path).MODEL.WEIGHTS))
+    return weights
 
 
 def _began_in_this_launch(folder: Path) -> bool:

@@ -34,6 +34,7 @@ def setup(stage: Stage, *, eval_only: bool = False) -> None:
     except OSError as error:
         raise UserError(f"OUTPUT_DIR '{folder}': {error.strerror}") from error
     check_writable(folder / "config.yaml")
+    stage.data.register()
     open_log(folder, rank=rank)
     if stage.title:
         logger.info(stage.title)

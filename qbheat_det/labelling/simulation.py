@@ -145,7 +145,7 @@ def make_flags(
         output=str(folder / "run"),
         opts=opts,
     )
-    read_config(flags, {})  # a wrong key is found before features are computed
+    read_config(flags)  # a wrong key is found before features are computed
     return flags
 
 

@@ -124,6 +124,9 @@ def test_given_flags_stay_and_a_resumed_run_keeps_its_plan(flags):
     (resumed,), _ = fit(flags, minutes=50, resume=True)
     assert max(resumed.cfg.INPUT.MIN_SIZE_TRAIN) == 160
     assert resumed.cfg.SOLVER.EPOCHS == last.cfg.SOLVER.EPOCHS
+    moved = Path(flags.output).rename(f"{flags.output}_moved")
+    (resumed,), _ = fit(flags, minutes=50, resume=True, output=str(moved))
+    assert resumed.folder == moved
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import Source
-from qbheat_det.engine import RunFlags, Trainer, setup
+from qbheat_det.data import SeenImages, Source, fingerprint_images, register_coco_json
+from qbheat_det.data.datasets import CELLS
+from qbheat_det.engine import RunFlags, Trainer, assemble_run, setup
 
 from .classifier_cases import make_classes
 from .tiny_pretraining import RECIPE, make_folder
@@ -177,6 +179,39 @@ def test_a_run_that_was_stopped_in_its_first_stage_keeps_its_split():
     file.write_text(json.dumps(earlier))
     assert assemble(flags).data.split == split
     assert assemble(dataclasses.replace(flags, resume=True)).data.split == earlier
+
+
+def test_a_stage_has_its_own_data_after_another_run_was_assembled():
+    make_classes(Path("MANY"), {"ape": 10, "bee": 5})
+    one = assemble(RunFlags(config_file=CLASSIFY, data="TRAIN", val="VAL", output="one"))
+    assemble(RunFlags(config_file=CLASSIFY, data="MANY", output="two"))
+    setup(one)
+    assert Trainer.build_train_loader(one.cfg).num_images == 3
+    assert len(DatasetCatalog.get("custom_labelled_val")) == 1
+
+
+def test_sets_that_the_user_registers_under_our_names_are_used():
+    name = "custom_train"
+    register_coco_json(name, CELLS / "train.json", CELLS)
+    opts = ["DATASETS.TRAIN", f"('{name}',)", "DATASETS.TEST", "()"]
+    assert assemble(RunFlags(config_file=CONFIG, opts=opts)).data.train == (name,)
+
+
+def test_both_stages_keep_images_away_that_the_first_weights_have_seen(tiny_data, tmp_path):
+    file = str(tiny_data / "annotations.json")
+    names = sorted(str(path) for path in (tiny_data / "images").iterdir())
+    seen = SeenImages(frozenset(fingerprint_images(names[:3]).values()), frozenset())
+    seen.write(tmp_path)
+    weights = tmp_path / "model.pth"
+    torch.save({"model": {}}, weights)
+    base = get_config_path(RETINANET)
+    first = tmp_path / "first.yaml"
+    first.write_text(f"_BASE_: {base}\nMODEL: {{WEIGHTS: {weights}}}\n")
+    opts = ["SOLVER.FIRST_STAGE", str(first), "DATASETS.VAL_FRACTION", 0.5]
+    flags = RunFlags(config_file=base, data=file, output="two", opts=opts)
+    data = assemble_run(flags)[-1].data
+    assert not data.seen.val & seen.train
+    assert len(data.seen.val) == data.given[1].num_images > 0
 
 
 RETINANET = "quick_schedules/retinanet_285M_cells.yaml"

@@ -131,7 +131,7 @@ def test_an_unsuitable_first_stage_is_refused(data, config, named):
         opts=["SOLVER.FIRST_STAGE", config],
     )
     with pytest.raises(UserError, match=r"SOLVER\.FIRST_STAGE") as error:
-        read_first_stage(read_config(flags, {}), flags.overrides)
+        read_first_stage(read_config(flags), flags.overrides)
     assert named in str(error.value)
 
 
@@ -145,9 +145,9 @@ def test_an_unsuitable_first_stage_is_refused(data, config, named):
 )
 def test_trained_heads_and_frozen_backbones_need_no_first_stage(data, change):
     flags = RunFlags(config_file="custom/retinanet_285M_finetune.yaml", data=data)
-    assert read_first_stage(read_config(flags, {}), flags.overrides) is not None
+    assert read_first_stage(read_config(flags), flags.overrides) is not None
     flags = dataclasses.replace(flags, **change)
-    assert read_first_stage(read_config(flags, {}), flags.overrides) is None
+    assert read_first_stage(read_config(flags), flags.overrides) is None
 
 
 @pytest.mark.parametrize("as_flag", [True, False])

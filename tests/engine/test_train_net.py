@@ -258,8 +258,8 @@ def test_flags_of_config_keys_and_the_image_size():
     recipe = "custom/retinanet_285M_scratch.yaml"
     words = "--epochs 3 --batch 2 --image-size 128 --freeze --device cpu --config-file"
     args = load_tool("train_net").parse_args([*words.split(), recipe])
-    cfg = read_config(RunFlags.from_args(args), {})
-    plain = read_config(RunFlags(config_file=recipe), {})
+    cfg = read_config(RunFlags.from_args(args))
+    plain = read_config(RunFlags(config_file=recipe))
     assert (cfg.SOLVER.EPOCHS, cfg.SOLVER.IMS_PER_BATCH, cfg.MODEL.DEVICE) == (3.0, 2, "cpu")
     assert (cfg.MODEL.BACKBONE.FREEZE_AT, cfg.INPUT.MIN_SIZE_TRAIN) == (9, (100, 114, 128))
     ratio = plain.INPUT.MAX_SIZE_TEST / plain.INPUT.MIN_SIZE_TEST
@@ -268,15 +268,15 @@ def test_flags_of_config_keys_and_the_image_size():
     default = "custom/retinanet_lite0_finetune.yaml"  # tests at 480, trains up to 384
     for eval_only, expected in ((False, (576, 720)), (True, (461, 576))):
         flags = RunFlags(config_file=default, image_size=576, eval_only=eval_only)
-        sizes = read_config(flags, {})
+        sizes = read_config(flags)
         largest = max(sizes.INPUT.MIN_SIZE_TRAIN)
         assert sorted((largest, sizes.INPUT.MIN_SIZE_TEST)) == sorted(expected)
     for field, key in (("epochs", "SOLVER.EPOCHS"), ("image_size", "INPUT.MIN_SIZE_TEST")):
         flags = {field: 64, "opts": [key, "64"]}
         with pytest.raises(UserError, match=key):
-            read_config(RunFlags(config_file=recipe, **flags), {})
+            read_config(RunFlags(config_file=recipe, **flags))
     with pytest.raises(UserError, match="image-size"):
-        read_config(RunFlags(config_file=recipe, image_size=8), {})
+        read_config(RunFlags(config_file=recipe, image_size=8))
     for name in ("epochs", "minutes", "batch"):
         with pytest.raises(UserError, match=f"--{name}"):
             RunFlags(**{name: 0})

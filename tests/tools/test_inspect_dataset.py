@@ -186,9 +186,9 @@ def test_without_a_config_the_recipe_of_training_is_used(data, tmp_path, capsys)
 
 
 def test_a_given_config_is_used_and_named():
-    cfg, name = load_recipe(RunFlags(data="x.json", config_file=CONFIG), {})
+    cfg, name = load_recipe(RunFlags(data="x.json", config_file=CONFIG))
     assert (name, cfg.INPUT.MIN_SIZE_TEST) == (CONFIG, load_config(CONFIG).INPUT.MIN_SIZE_TEST)
-    cfg, name = load_recipe(RunFlags(opts=["DATASETS.TRAIN", "('registered',)"]), {})
+    cfg, name = load_recipe(RunFlags(opts=["DATASETS.TRAIN", "('registered',)"]))
     assert (cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST) == (800, 1333)
     assert name == "Detectron2's defaults"
 

@@ -188,6 +188,21 @@ def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> Da
     return DataSource(sources[0], val, data_set.parts, data_set.account)
 
 
+def find_format(path: str) -> str:
+    """Returns the format of a file, folder or zip: a key of ``FORMATS``, or ``CLASSES``.
+
+    Recognizes the data set as ``open_source`` does, but does not read its annotations. Raises a
+    ``UserError`` if the path has no data set, or several.
+    """
+    path = unpack(path)
+    if not os.path.exists(path):
+        raise UserError(f"'{path}' does not exist")
+    recognized = _recognize(os.path.abspath(path), "")
+    if recognized.format is None:
+        return CLASSES
+    return recognized.format.name
+
+
 def open_images(paths: Sequence[str]) -> DataSource:
     """Returns the source of images without labels in folders.
 
