@@ -95,13 +95,25 @@ class Account:
         if label_file:
             self.used["label file"] -= 1
             self.left_out.append(
-                LeftOut(OF_LEFT_OUT_IMAGES, label_file, fault.reason, "label file", is_fault=False)
+                LeftOut(
+                    kind=OF_LEFT_OUT_IMAGES,
+                    where=label_file,
+                    reason=fault.reason,
+                    item="label file",
+                    is_fault=False,
+                )
             )
         self.used["box"] -= num_boxes
 
     def leave_out_boxes_of(self, image: LeftOut, num_boxes: int) -> None:
         """Adds the boxes of an image that is left out. Only the image may be a fault."""
-        box = LeftOut(OF_LEFT_OUT_IMAGES, image.where, image.reason, "box", is_fault=False)
+        box = LeftOut(
+            kind=OF_LEFT_OUT_IMAGES,
+            where=image.where,
+            reason=image.reason,
+            item="box",
+            is_fault=False,
+        )
         self.left_out += [box] * num_boxes
 
     def summarize(self) -> str:
@@ -164,7 +176,7 @@ class Account:
         rows = [
             f"{left_out.item} {left_out.kind}: {left_out.message}" for left_out in self.left_out
         ]
-        rows += [f"box clipped: {place}" for place in self.clipped]
+        rows += [f"box clipped: {location}" for location in self.clipped]
         rows += [f"note: {note}" for note in self.notes]
         return "".join(f"{row}\n" for row in rows)
 

@@ -118,10 +118,12 @@ class Annotations:
                 continue
             self.account.removed.add(path)
             kind = _KINDS_OF_ERRORS.get(error.kind, f"with an error ({error.kind})")
-            fault = LeftOut(kind, error.where, error.reason)
+            fault = LeftOut(kind=kind, where=error.where, reason=error.reason)
             self.account.leave_out_image(fault, num_boxes[name], self.label_files.get(name, ""))
-            places = set(self.clipped.get(name, ()))
-            self.account.clipped = [place for place in self.account.clipped if place not in places]
+            locations = set(self.clipped.get(name, ()))
+            self.account.clipped = [
+                location for location in self.account.clipped if location not in locations
+            ]
         self.images = [image for image in self.images if image["file_name"] not in errors]
         self.annotations = [
             entry for entry in self.annotations if name_of_id[entry["image_id"]] not in errors
@@ -169,13 +171,20 @@ def build_annotations(
     account.left_out += labels.left_out
     account.notes += [note for note in labels.notes if note not in account.notes]
     root = _find_root(tree, labels)
-    result = Annotations(origin, root, [], [], list(categories), account)
+    result = Annotations(
+        origin=origin,
+        image_root=root,
+        images=[],
+        annotations=[],
+        categories=list(categories),
+        account=account,
+    )
     builder = _Builder(categories, account, result)
-    ids = _choose_ids([image.id for image in labels.images if image.reason is None])
+    ids = _choose_ids([image.id for image in labels.images if image.exclusion is None])
     num_other_suffixes = 0
     outside = []
     for image in labels.images:
-        if image.reason is not None:
+        if image.exclusion is not None:
             _leave_out_image(image, account)
             continue
         if image.file.startswith(root + os.sep):
@@ -216,7 +225,7 @@ def _find_root(tree: FileTree, labels: Labels) -> str:
 
     This is the folder to which all names in a COCO file are relative, or else the tree's root.
     """
-    images = [image for image in labels.images if image.reason is None]
+    images = [image for image in labels.images if image.exclusion is None]
     if not labels.is_original or not images:
         return tree.root
     root = images[0].file.removesuffix(images[0].name).rstrip(os.sep)
@@ -235,7 +244,7 @@ def _join_repeated(labels: Labels, account: Account) -> None:
     """
     groups: dict[str, list[LabelledImage]] = {}
     for image in labels.images:
-        if image.file and not image.reason:
+        if image.file and not image.exclusion:
             groups.setdefault(image.file, []).append(image)
     num_joined = 0
     repeated: set[int] = set()
@@ -245,19 +254,27 @@ def _join_repeated(labels: Labels, account: Account) -> None:
         first, *others = _leave_out_other_folders(file, group)
         for image in others:
             repeated.add(id(image))
-            known = {(box.name, box.xywh) for box in first.boxes}
+            known = {(box.class_name, box.xywh) for box in first.boxes}
             if image.entry_file == first.entry_file:
-                first.boxes += [box for box in image.boxes if (box.name, box.xywh) not in known]
-                first.left_out += image.left_out
+                first.boxes += [
+                    box for box in image.boxes if (box.class_name, box.xywh) not in known
+                ]
+                first.left_out_boxes += image.left_out_boxes
                 num_joined += 1
                 continue
             reason = f"the labels of '{file}' are those in '{first.entry_file}'"
             for box in image.boxes:
-                is_fault = (box.name, box.xywh) not in known
+                is_fault = (box.class_name, box.xywh) not in known
                 account.left_out.append(
-                    LeftOut("of an image with other labels", box.place, reason, "box", is_fault)
+                    LeftOut(
+                        kind="of an image with other labels",
+                        where=box.location,
+                        reason=reason,
+                        item="box",
+                        is_fault=is_fault,
+                    )
                 )
-            account.left_out += image.left_out
+            account.left_out += image.left_out_boxes
     labels.images = [image for image in labels.images if id(image) not in repeated]
     if num_joined:
         account.notes.append(f"{num_joined:,} entries name an image again: their boxes are joined")
@@ -279,7 +296,7 @@ def _leave_out_other_folders(file: str, group: list[LabelledImage]) -> list[Labe
             kept.append(image)
         else:
             image.file = ""
-            image.miss(f"there is no image {short(image.name)}, only '{file}'")
+            image.mark_missing(f"there is no image {short(image.name)}, only '{file}'")
     return kept
 
 
@@ -297,39 +314,45 @@ def _leave_out_unread(tree: FileTree, images: Sequence[LabelledImage]) -> None:
     """Leaves out images in formats that are not read."""
     unread = frozenset(tree.unread_images)
     for image in images:
-        if image.reason is None and image.file in unread:
+        if image.exclusion is None and image.file in unread:
             kind, reason = describe_format(image.file)
-            image.reason = LeftOut(kind, f"image '{image.file}'", reason)
+            image.exclusion = LeftOut(kind=kind, where=f"image '{image.file}'", reason=reason)
 
 
 def _read_sizes(images: Sequence[LabelledImage]) -> None:
     """Reads the sizes that labels lack, and leaves out images that cannot be read."""
-    without_size = [image for image in images if image.reason is None and not image.size]
+    without_size = [image for image in images if image.exclusion is None and not image.size]
     if not without_size:
         return
     sizes = read_sizes([image.file for image in without_size])
     for image, size in zip(without_size, sizes, strict=True):
         if isinstance(size, DataError):
-            image.reason = LeftOut("that cannot be read", size.where, size.reason)
+            image.exclusion = LeftOut(
+                kind="that cannot be read", where=size.where, reason=size.reason
+            )
         else:
             image.size = size
 
 
 def _leave_out_image(image: LabelledImage, account: Account) -> None:
     """Adds an image that is left out, its label file and its boxes to an account."""
-    assert image.reason
-    reason = image.reason
+    assert image.exclusion
+    reason = image.exclusion
     account.left_out.append(reason)
     if image.label_file and reason.item != "label file":
         account.left_out.append(
             LeftOut(
-                OF_LEFT_OUT_IMAGES, image.label_file, reason.reason, "label file", is_fault=False
+                kind=OF_LEFT_OUT_IMAGES,
+                where=image.label_file,
+                reason=reason.reason,
+                item="label file",
+                is_fault=False,
             )
         )
     if image.file and reason.item == "label file":  # its image cannot be used without it
         kind = "with an unreadable label file"
-        account.left_out.append(LeftOut(kind, image.file, reason.reason))
-    account.leave_out_boxes_of(reason, len(image.boxes) + len(image.left_out))
+        account.left_out.append(LeftOut(kind=kind, where=image.file, reason=reason.reason))
+    account.leave_out_boxes_of(reason, len(image.boxes) + len(image.left_out_boxes))
 
 
 def _choose_ids(ids: Sequence[int | None]) -> Iterator[int]:
@@ -360,8 +383,8 @@ class _Builder:
             account = Account()  # each image is counted once
         self._account.files.add(image.file)
         account.used["image"] += 1
-        account.left_out += image.left_out
-        if image.left_out:
+        account.left_out += image.left_out_boxes
+        if image.left_out_boxes:
             self.is_changed = True
         name = entry["file_name"]
         if image.label_file:
@@ -372,20 +395,30 @@ class _Builder:
         seen: set[tuple[str, XYWH]] = set()
         for box in image.boxes:
             if not box.fields:  # COCO's ground truth stays as it is
-                if (box.name, box.xywh) in seen:
+                if (box.class_name, box.xywh) in seen:
                     reason = "the same box of the same class comes before"
                     account.left_out.append(
-                        LeftOut("that repeats another", box.place, reason, "box", is_fault=False)
+                        LeftOut(
+                            kind="that repeats another",
+                            where=box.location,
+                            reason=reason,
+                            item="box",
+                            is_fault=False,
+                        )
                     )
                     continue
-                seen.add((box.name, box.xywh))
-            index = box.category
+                seen.add((box.class_name, box.xywh))
+            index = box.class_index
             if index is None:
-                index = self._index_of_name.get(box.name)
+                index = self._index_of_name.get(box.class_name)
             if index is None:
                 known = join_first(self._index_of_name, 5)
-                reason = f"its class {box.name!r} is not one of the classes {known}"
-                account.left_out.append(LeftOut("of an unknown class", box.place, reason, "box"))
+                reason = f"its class {box.class_name!r} is not one of the classes {known}"
+                account.left_out.append(
+                    LeftOut(
+                        kind="of an unknown class", where=box.location, reason=reason, item="box"
+                    )
+                )
                 self.is_changed = True
                 continue
             xywh = self._fit(box, image.size or (0, 0), account)
@@ -425,7 +458,9 @@ class _Builder:
         if kind:
             self.is_changed = True
             reason += f": [{x:g}, {y:g}, {width:g}, {height:g}]"
-            account.left_out.append(LeftOut(kind, box.place, reason, "box"))
+            account.left_out.append(
+                LeftOut(kind=kind, where=box.location, reason=reason, item="box")
+            )
             return None
         right = x + width
         bottom = y + height
@@ -437,7 +472,7 @@ class _Builder:
         if box.fields and not reaches_beyond:  # COCO's ground truth stays as it is
             return [x, y, width, height]
         if reaches_beyond:
-            account.clipped.append(box.place)
+            account.clipped.append(box.location)
         self.is_changed = True
         left = max(x, 0)
         top = max(y, 0)

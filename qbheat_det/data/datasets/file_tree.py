@@ -70,7 +70,13 @@ def walk(
             if any(is_below(target, path) or is_below(path, target) for path in walked):
                 reason = f"it is a link to '{target}', which is searched already"
                 skipped.append(
-                    LeftOut("behind a link", folder, reason, "other file", is_fault=False)
+                    LeftOut(
+                        kind="behind a link",
+                        where=folder,
+                        reason=reason,
+                        item="other file",
+                        is_fault=False,
+                    )
                 )
                 continue
             walked.append(target)
@@ -80,7 +86,9 @@ def walk(
             if folder == root:
                 raise UserError(f"the folder '{root}' cannot be read: {error.strerror}") from error
             reason = f"it cannot be read: {error.strerror}"
-            skipped.append(LeftOut("in a closed folder", folder, reason, "other file"))
+            skipped.append(
+                LeftOut(kind="in a closed folder", where=folder, reason=reason, item="other file")
+            )
             continue
         subfolders: list[str] = []
         for entry in entries:
@@ -100,7 +108,14 @@ def walk(
                 yield entry.path
             else:
                 reason = "it is a link to nothing, or no regular file"
-                skipped.append(LeftOut("that cannot be opened", entry.path, reason, "other file"))
+                skipped.append(
+                    LeftOut(
+                        kind="that cannot be opened",
+                        where=entry.path,
+                        reason=reason,
+                        item="other file",
+                    )
+                )
         folders += reversed(subfolders)
 
 

@@ -172,17 +172,23 @@ def _account_for(trees: Sequence[FileTree], *, labelled: bool) -> Account:
         account.left_out += tree.skipped
         for path in tree.unread_images:
             kind, reason = describe_format(path)
-            account.left_out.append(LeftOut(kind, path, reason))
+            account.left_out.append(LeftOut(kind=kind, where=path, reason=reason))
         for path in tree.images:
             if labelled and os.path.dirname(path) == tree.root:
                 reason = f"it is in no class folder of '{tree.root}'"
-                account.left_out.append(LeftOut("in no class folder", path, reason))
+                account.left_out.append(
+                    LeftOut(kind="in no class folder", where=path, reason=reason)
+                )
             else:
                 account.used["image"] += 1
         for path in tree.others:
             account.left_out.append(
                 LeftOut(
-                    "without pixels", path, "only images are used", "other file", is_fault=False
+                    kind="without pixels",
+                    where=path,
+                    reason="only images are used",
+                    item="other file",
+                    is_fault=False,
                 )
             )
     return account

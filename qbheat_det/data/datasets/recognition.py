@@ -37,28 +37,30 @@ def _is_labelme_xml(ends: Ends) -> bool:
 # Kinds of label files that are recognized and not read, and what to do.
 _REFUSED = {
     LabelKind(
-        "coco results", (".json",), json_list(("image_id", "bbox", "score"))
+        name="coco results", suffixes=(".json",), matches=json_list(("image_id", "bbox", "score"))
     ): "the results of a detector, and no data set: name the annotation file that the results "
     "belong to",
     LabelKind(
-        "datumaro", (".json",), json_object(("items", "categories"))
+        name="datumaro", suffixes=(".json",), matches=json_object(("items", "categories"))
     ): "a data set of Datumaro: export COCO instead",
     LabelKind(
-        "ground truth", (".manifest", ".jsonl"), starts_with('"source-ref"')
+        name="ground truth", suffixes=(".manifest", ".jsonl"), matches=starts_with('"source-ref"')
     ): "a manifest of SageMaker Ground Truth: convert it to COCO",
     LabelKind(
-        "labelbox", (".ndjson", ".jsonl"), starts_with('"data_row"')
+        name="labelbox", suffixes=(".ndjson", ".jsonl"), matches=starts_with('"data_row"')
     ): "an export of Labelbox: export COCO instead",
     LabelKind(
-        "labelme xml", (".xml",), _is_labelme_xml
+        name="labelme xml", suffixes=(".xml",), matches=_is_labelme_xml
     ): "XML files of the LabelMe website: export COCO, Pascal VOC or 'CVAT for images' instead",
     LabelKind(
-        "via3", (".json",), json_object(("project", "metadata", "vid"))
+        name="via3", suffixes=(".json",), matches=json_object(("project", "metadata", "vid"))
     ): "a project of VIA 3: export COCO instead",
     LabelKind(
-        "visdrone", (".txt",), lines_like(r"^\s*(-?\d+,){7}-?\d+,?\s*$")
+        name="visdrone", suffixes=(".txt",), matches=lines_like(r"^\s*(-?\d+,){7}-?\d+,?\s*$")
     ): "labels of VisDrone: convert them to COCO or YOLO",
-    LabelKind("wider face", (".txt",), _is_wider_face): "lists of WIDER FACE: convert them to COCO",
+    LabelKind(
+        name="wider face", suffixes=(".txt",), matches=_is_wider_face
+    ): "lists of WIDER FACE: convert them to COCO",
 }
 KINDS = (*_REFUSED, *(kind for format in FORMATS.values() for kind in format.kinds))
 """All kinds of label files. The first that matches a file is its kind."""
@@ -184,7 +186,7 @@ class _Candidate:
                 return frozenset()
             for image in labels.images:
                 has_labels = bool(image.boxes or image.label_file)
-                if image.file and image.reason is None and has_labels:
+                if image.file and image.exclusion is None and has_labels:
                     files.add(image.file)
         return frozenset(files)
 

@@ -333,7 +333,10 @@ def _set_categories(labels_of_parts: Collection[Labels], class_names: Sequence[s
     """
     if not class_names:
         names = {
-            box.name for labels in labels_of_parts for image in labels.images for box in image.boxes
+            box.class_name
+            for labels in labels_of_parts
+            for image in labels.images
+            for box in image.boxes
         }
         class_names = sorted(names)
     for labels in labels_of_parts:
@@ -382,7 +385,9 @@ def _separate(
     by_file: dict[str, dict[str, LabelledImage]] = {}
     for role, labels_of_part in labels.items():
         by_file[role] = {
-            image.file: image for image in labels_of_part.images if image.file and not image.reason
+            image.file: image
+            for image in labels_of_part.images
+            if image.file and not image.exclusion
         }
     in_both = []
     for file in by_file["train"].keys() & by_file["val"].keys():
@@ -390,7 +395,7 @@ def _separate(
         wrong = _find_wrong_entries(tree, file, entries, roles)
         if len(wrong) == 1:
             wrong[0].file = ""
-            wrong[0].miss(f"its image is not there, only '{file}' of another part")
+            wrong[0].mark_missing(f"its image is not there, only '{file}' of another part")
         else:
             in_both.append(file)
     if in_both and len(in_both) == len(by_file["train"]):
@@ -406,7 +411,7 @@ def _separate(
     if in_both:
         account.notes.append(f"{len(in_both):,} images of the validation part are not trained on")
     val = labels["val"]
-    usable = [image for image in val.images if image.reason is None]
+    usable = [image for image in val.images if image.exclusion is None]
     has_no_boxes = bool(usable) and not any(image.boxes for image in usable)
     if val.problem or not val.images or has_no_boxes:
         account.notes.append(f"the part '{roles['val']}' has no labels, and is not used")
@@ -463,7 +468,9 @@ def _account_for_rest(
         foreign = find_foreign_labels(tree, recognized.format.kinds[0].name)
 
     def leave_out(file: str, kind: str, reason: str, item: Item) -> None:
-        account.left_out.append(LeftOut(kind, f"'{file}'", reason, item, is_fault=False))
+        account.left_out.append(
+            LeftOut(kind=kind, where=f"'{file}'", reason=reason, item=item, is_fault=False)
+        )
 
     for file in (*tree.all_images, *tree.others):
         if file in mentioned:
@@ -481,7 +488,7 @@ def _account_for_rest(
         elif file in foreign:
             reason = f"its labels are in '{foreign[file]}'"
             kind = "with labels in another format"
-            account.left_out.append(LeftOut(kind, f"'{file}'", reason))
+            account.left_out.append(LeftOut(kind=kind, where=f"'{file}'", reason=reason))
         elif is_image:
             leave_out(file, kind_of_unused, reason_of_unused, item)
         else:
@@ -529,13 +536,15 @@ def _account_for_classes(recognized: Recognized, path: str) -> Account:
     for file in tree.all_images:
         if os.path.dirname(file) in folders:
             reason = f"it is in no class folder of '{os.path.dirname(file)}'"
-            account.left_out.append(LeftOut("in no class folder", f"'{file}'", reason))
+            account.left_out.append(
+                LeftOut(kind="in no class folder", where=f"'{file}'", reason=reason)
+            )
             mentioned.add(file)
     for file in tree.unread_images:
         is_inside = any(is_below(file, folder) for folder in folders)
         if is_inside and file not in mentioned:
             kind, reason = describe_format(file)
-            account.left_out.append(LeftOut(kind, f"'{file}'", reason))
+            account.left_out.append(LeftOut(kind=kind, where=f"'{file}'", reason=reason))
             mentioned.add(file)
     _account_for_rest(recognized, path, mentioned, set(recognized.folders), account)
     return account

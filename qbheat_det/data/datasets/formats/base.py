@@ -125,7 +125,7 @@ def read_with(read_file: Reader, title: str) -> Callable[[FileTree, LabelSet, st
     """Returns a ``Format.read`` from a function that reads one label file of many images."""
 
     def read(tree: FileTree, labels: LabelSet, part: str) -> Labels:
-        result = Labels([], files=list(labels.parts[part]))
+        result = Labels(images=[], files=list(labels.parts[part]))
         for file in result.files:
             try:
                 result.notes += note_encoding(file)
@@ -170,7 +170,7 @@ def read_per_image(
     """
 
     def read(tree: FileTree, labels: LabelSet, part: str) -> Labels:
-        result = Labels([], files=list(labels.manifests))
+        result = Labels(images=[], files=list(labels.manifests))
         files: Sequence[str] = labels.parts[part]
         contents: dict[str, Content] = {}
         errors: dict[str, str] = {}
@@ -186,7 +186,9 @@ def read_per_image(
             image = LabelledImage(file, file=path, label_file=file)
             result.images.append(image)
             if file in errors:
-                image.reason = LeftOut("that cannot be read", file, errors[file], "label file")
+                image.exclusion = LeftOut(
+                    kind="that cannot be read", where=file, reason=errors[file], item="label file"
+                )
             else:
                 add_boxes(image, contents[file])
         for file in pairs.orphans.keys() & errors.keys():
@@ -239,10 +241,10 @@ def find_by_name(
 def locate_image(tree: FileTree, image: LabelledImage, label_file: str, part: str) -> None:
     """Sets ``image.file``, or the reason why there is no such image."""
     image.entry_file = label_file
-    if image.reason or image.file:
+    if image.exclusion or image.file:
         return
     if not isinstance(image.name, str) or not image.name.strip() or "\0" in image.name:
-        image.miss(f"its image must be a file name, not {short(image.name)}")
+        image.mark_missing(f"its image must be a file name, not {short(image.name)}")
         return
     located = locate(tree, image.name, label_file, part)
     if isinstance(located, str):
@@ -255,7 +257,7 @@ def locate_image(tree: FileTree, image: LabelledImage, label_file: str, part: st
         )
         image.leave_out("of an ambiguous name", reason)
     else:
-        image.miss(f"there is no image {short(image.name)} below '{tree.root}'")
+        image.mark_missing(f"there is no image {short(image.name)} below '{tree.root}'")
 
 
 def find_foreign_labels(tree: FileTree, kind: str) -> dict[str, str]:
@@ -316,12 +318,18 @@ def add_unpaired(result: Labels, pairs: Pairs) -> None:
     """Adds label files without an image, and images that share the label file of another."""
     for file, reason in pairs.orphans.items():
         image = LabelledImage(file, label_file=file)
-        image.reason = LeftOut("without an image", file, reason, "label file")
+        image.exclusion = LeftOut(
+            kind="without an image", where=file, reason=reason, item="label file"
+        )
         result.images.append(image)
     for file, reason in pairs.spares.items():
         image = LabelledImage(file, label_file=file)
-        image.reason = LeftOut(
-            "of images with other labels", file, reason, "label file", is_fault=False
+        image.exclusion = LeftOut(
+            kind="of images with other labels",
+            where=file,
+            reason=reason,
+            item="label file",
+            is_fault=False,
         )
         result.images.append(image)
     for path, chosen in pairs.doubles.items():

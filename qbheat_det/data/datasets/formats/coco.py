@@ -51,7 +51,7 @@ def read_coco(tree: FileTree, labels: LabelSet, part: str) -> Labels:
         files.append(file)
         owners |= {image.file: path for image in file.images if image.file}
     files = [file for file in files if file.images] or files
-    result = Labels([], categories=files[0].categories)
+    result = Labels(images=[], categories=files[0].categories)
     for file in files:
         result.files.append(file.path)
         result.images += file.images
@@ -67,7 +67,7 @@ def read_coco(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     result.categories = [{"id": id_, "name": name} for id_, name in enumerate(names, start=1)]
     for image in result.images:
         image.id = None
-        image.boxes = [box._replace(category=None) for box in image.boxes]
+        image.boxes = [box._replace(class_index=None) for box in image.boxes]
     return result
 
 
@@ -135,7 +135,7 @@ class _CocoFile:
         for number, entry in enumerate(entries, start=1):
             image = self._read_image(entry, number)
             self.images.append(image)
-            if image.reason:
+            if image.exclusion:
                 continue
             locate_image(tree, image, self.path, part)
             id_ = _to_int(entry["id"])
@@ -147,9 +147,9 @@ class _CocoFile:
                 continue
             self._image_of_id[id_] = None
             for same_id in (first, image):
-                if same_id is not None and not same_id.reason:
+                if same_id is not None and not same_id.exclusion:
                     same_id.leave_out("with the id of another", f"id {short(id_)} occurs twice")
-        if any(image.id is None for image in self.images if not image.reason):
+        if any(image.id is None for image in self.images if not image.exclusion):
             self.notes.append(f"'{self.path}' has ids of images that are no numbers: new ones")
         if any(isinstance(entry, dict) and "split" in entry for entry in entries):
             self.notes.append(f"'{self.path}': the field 'split' of images is not used")
@@ -157,19 +157,19 @@ class _CocoFile:
     def _read_image(self, entry: Any, number: int) -> LabelledImage:
         image = LabelledImage(f"{self.path}: image number {number}")
         if not isinstance(entry, dict):
-            image.miss(f"it must be an object, but is {short(entry)}")
+            image.mark_missing(f"it must be an object, but is {short(entry)}")
             return image
         id_ = _to_int(entry.get("id"))
         is_number = type(id_) is int and abs(id_) < _MAX_ID
         if not is_number and not isinstance(id_, str):
-            image.miss(f"its id must be a number below 2**53, not {short(id_)}")
+            image.mark_missing(f"its id must be a number below 2**53, not {short(id_)}")
             return image
-        image.place = f"{self.path}: image id {short(id_)}"
+        image.location = f"{self.path}: image id {short(id_)}"
         name = entry.get("file_name")
         if name is None and isinstance(entry.get("coco_url"), str):  # LVIS
             name = "/".join(entry["coco_url"].split("/")[-2:])
         if not isinstance(name, str) or not name or "\0" in name:
-            image.miss(f"its file_name must be a file name, not {short(name)}")
+            image.mark_missing(f"its file_name must be a file name, not {short(name)}")
             return image
         image.name = name
         if is_number:
@@ -192,18 +192,20 @@ class _CocoFile:
         no_image = LabelledImage(self.path)  # collects what belongs to no image
         for number, entry in enumerate(entries, start=1):
             if isinstance(entry, dict):
-                place = f"{self.path}: annotation id {short(entry.get('id'))}"
+                location = f"{self.path}: annotation id {short(entry.get('id'))}"
                 image = self._find_image(_to_int(entry.get("image_id"))) or no_image
             else:
-                place = f"{self.path}: annotation number {number}"
+                location = f"{self.path}: annotation number {number}"
                 image = no_image
-            with image.reading(place):
-                self._add_box(image, place, entry, are_corners=are_corners)
+            with image.skip_invalid_box(location):
+                self._add_box(image, location, entry, are_corners=are_corners)
         for box in no_image.boxes:
-            no_image.leave_out_box(box.place, "two images have its image_id")
-        self.left_out = no_image.left_out
+            no_image.leave_out_box(box.location, "two images have its image_id")
+        self.left_out = no_image.left_out_boxes
 
-    def _add_box(self, image: LabelledImage, place: str, entry: Any, *, are_corners: bool) -> None:
+    def _add_box(
+        self, image: LabelledImage, location: str, entry: Any, *, are_corners: bool
+    ) -> None:
         """Adds the box of an annotation. Raises a ``ValueError`` if it is invalid."""
         if not isinstance(entry, dict):
             raise ValueError(f"it must be an object, but is {short(entry)}")
@@ -243,7 +245,17 @@ class _CocoFile:
         index = self._index_of_category[category_id]
         name = str(self.categories[index]["name"])
         xywh = (x, y, width, height)
-        image.boxes.append(Box(place, name, xywh, False, bool(is_crowd), index, fields))
+        image.boxes.append(
+            Box(
+                location=location,
+                class_name=name,
+                xywh=xywh,
+                is_relative=False,
+                is_crowd=bool(is_crowd),
+                class_index=index,
+                fields=fields,
+            )
+        )
 
     def _find_corners(self, entries: list[Any]) -> bool:
         """Returns whether boxes are given by two corners instead of a corner and a size.
@@ -386,13 +398,13 @@ def _decode_runs(counts: str) -> list[int] | None:
 
 
 COCO = Format(
-    "coco",
-    "COCO",
-    (
+    name="coco",
+    title="COCO",
+    kinds=(
         LabelKind(
-            "coco",
-            (".json",),
-            json_object(
+            name="coco",
+            suffixes=(".json",),
+            matches=json_object(
                 ("image_id", "bbox"),
                 ("images", "annotations"),
                 ("images", "categories"),
@@ -401,8 +413,8 @@ COCO = Format(
             ),
         ),
     ),
-    find_by_kind("coco"),
-    read_coco,
+    find=find_by_kind("coco"),
+    read=read_coco,
     data="a JSON file, or a folder with JSON files, such as "
     "`annotations/instances_train2017.json`, `annotations/train.json` or "
     "`train/_annotations.coco.json`",

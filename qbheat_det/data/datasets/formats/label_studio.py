@@ -52,7 +52,7 @@ def read_label_studio(tree: FileTree, labels: LabelSet, part: str) -> Labels:
         [
             task
             for task in tasks
-            if task.name and task.reason and task.reason.item == "missing image"
+            if task.name and task.exclusion and task.exclusion.item == "missing image"
         ],
     )
     for task in tasks:
@@ -85,7 +85,7 @@ def _find_uploaded(tree: FileTree, images: Sequence[LabelledImage]) -> None:
         files = files_of_name[name]
         if len(files) == 1 and len(uploads_of_name[name]) == 1:
             image.file = files[0]
-            image.reason = None
+            image.exclusion = None
         elif files:
             reason = f"several uploads or files have the name '{name}', such as '{files[0]}'"
             image.leave_out("of an ambiguous name", reason)
@@ -110,10 +110,10 @@ def read_file(file: str) -> Iterator[Task]:
         try:
             regions = _read_task(image, task)
         except BROKEN as error:
-            image.miss(describe(error))
+            image.mark_missing(describe(error))
         for index, region in enumerate(regions, start=1):
-            with image.reading(f"{image.place}, region {index}") as place:
-                _add_region(image, place, region)
+            with image.skip_invalid_box(f"{image.location}, region {index}") as location:
+                _add_region(image, location, region)
         yield image
 
 
@@ -138,7 +138,7 @@ def _read_task(image: Task, task: Any) -> Sequence[Any]:
     addresses = [data[key] for key in ("image", "img", "ocr") if key in data] or texts
     if not addresses:
         raise ValueError("it names no image")
-    image.place = f"{image.place.rpartition(' ')[0]} {task.get('id', '')}".rstrip()
+    image.location = f"{image.location.rpartition(' ')[0]} {task.get('id', '')}".rstrip()
     image.name = find_path(str(addresses[0]))
     annotations = task.get("annotations", task.get("completions"))
     if annotations is None:  # JSON-MIN
@@ -152,7 +152,7 @@ def _read_task(image: Task, task: Any) -> Sequence[Any]:
     return list(chosen["result"])
 
 
-def _add_region(image: LabelledImage, place: str, region: Mapping[str, Any]) -> None:
+def _add_region(image: LabelledImage, location: str, region: Mapping[str, Any]) -> None:
     """Adds a region, whose coordinates are percentages of the image's sides, to an image."""
     value = region.get("value", region)
     kind = next((key for key in value if key.endswith("labels")), None)
@@ -183,19 +183,19 @@ def _add_region(image: LabelledImage, place: str, region: Mapping[str, Any]) -> 
     else:
         raise NoBoxError(f"regions of the kind '{kind}' have no box")
     shares = [(x / image_width, y / image_height) for x, y in points]
-    image.add(place, next(iter(value[kind]), None), shares, is_relative=True)
+    image.add_box(location, next(iter(value[kind]), None), shares, is_relative=True)
 
 
 _read = read_with(read_file, "Label Studio")
 
 LABEL_STUDIO = Format(
-    "label_studio",
-    "Label Studio",
-    (
+    name="label_studio",
+    title="Label Studio",
+    kinds=(
         LabelKind(
-            "label studio",
-            (".json",),
-            json_list(
+            name="label studio",
+            suffixes=(".json",),
+            matches=json_list(
                 ("annotations", "data"),
                 ("completions", "data"),
                 ("label", "annotator"),
@@ -204,10 +204,14 @@ LABEL_STUDIO = Format(
                 ("image", "annotation_id"),
             ),
         ),
-        LabelKind("label studio table", (".csv",), starts_with("annotation_id", "annotator")),
+        LabelKind(
+            name="label studio table",
+            suffixes=(".csv",),
+            matches=starts_with("annotation_id", "annotator"),
+        ),
     ),
-    find_by_kind("label studio", "label studio table"),
-    read_label_studio,
+    find=find_by_kind("label studio", "label studio table"),
+    read=read_label_studio,
     data="an export as JSON, JSON-MIN or CSV",
     images="below the folder of the file, found by their names; or `--images DIR`",
 )

@@ -24,8 +24,8 @@ def parse(file: str) -> dict[str, Any]:
 def add_shapes(image: LabelledImage, content: Mapping[str, Any]) -> None:
     """Adds the shapes in the content of a file to an image."""
     for number, shape in enumerate(content["shapes"], start=1):
-        with image.reading(f"{image.label_file}, shape {number}") as place:
-            image.add(place, shape.get("label"), find_points(shape))
+        with image.skip_invalid_box(f"{image.label_file}, shape {number}") as location:
+            image.add_box(location, shape.get("label"), find_box_points(shape))
 
 
 def read_name(content: Mapping[str, Any]) -> str:
@@ -35,7 +35,7 @@ def read_name(content: Mapping[str, Any]) -> str:
     return path.replace("\\", "/").rpartition("/")[2]
 
 
-def find_points(shape: Mapping[str, Any]) -> list[tuple[float, float]]:
+def find_box_points(shape: Mapping[str, Any]) -> list[tuple[float, float]]:
     """Returns points around a shape. Raises a ``NoBoxError`` for a point or a line."""
     kind = shape.get("shape_type", "polygon")
     points = [(float(x), float(y)) for x, y in shape["points"]]
@@ -52,18 +52,18 @@ def find_points(shape: Mapping[str, Any]) -> list[tuple[float, float]]:
 
 
 LABELME = Format(
-    "labelme",
-    "LabelMe",
-    (
+    name="labelme",
+    title="LabelMe",
+    kinds=(
         LabelKind(
-            "labelme",
-            (".json",),
-            json_object(("shapes", "imagePath"), ("shapes", "version")),
+            name="labelme",
+            suffixes=(".json",),
+            matches=json_object(("shapes", "imagePath"), ("shapes", "version")),
             has_one_image=True,
         ),
     ),
-    find_per_image("labelme"),
-    read_per_image(parse, add_shapes, read_name),
+    find=find_per_image("labelme"),
+    read=read_per_image(parse, add_shapes, read_name),
     data="a folder with a JSON file for each image",
     images="beside the JSON files, or below the folder",
 )

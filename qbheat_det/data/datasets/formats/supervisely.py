@@ -43,11 +43,11 @@ def parse(file: str) -> dict[str, Any]:
 def add_objects(image: LabelledImage, content: Mapping[str, Any]) -> None:
     """Adds the objects in the content of a file to an image."""
     for number, entry in enumerate(content["objects"], start=1):
-        with image.reading(f"{image.label_file}, object {number}") as place:
-            image.add(place, entry["classTitle"], find_points(entry))
+        with image.skip_invalid_box(f"{image.label_file}, object {number}") as location:
+            image.add_box(location, entry["classTitle"], find_box_points(entry))
 
 
-def find_points(entry: Mapping[str, Any]) -> list[tuple[float, float]]:
+def find_box_points(entry: Mapping[str, Any]) -> list[tuple[float, float]]:
     """Returns points that an object's box encloses. Raises a ``NoBoxError`` for a point."""
     kind = entry.get("geometryType")
     if kind == "bitmap":
@@ -71,23 +71,23 @@ def _read_mask_size(data: str) -> tuple[int, int]:
 
 
 SUPERVISELY = Format(
-    "supervisely",
-    "Supervisely",
-    (
+    name="supervisely",
+    title="Supervisely",
+    kinds=(
         LabelKind(
-            "supervisely",
-            (".json",),
-            json_object(("classTitle",), ("objects", "size", "tags")),
+            name="supervisely",
+            suffixes=(".json",),
+            matches=json_object(("classTitle",), ("objects", "size", "tags")),
             has_one_image=True,
         ),
         LabelKind(
-            "supervisely meta",
-            (".json",),
-            json_object(("classes", "shape", "title"), ("classes", "tags", "projectType")),
+            name="supervisely meta",
+            suffixes=(".json",),
+            matches=json_object(("classes", "shape", "title"), ("classes", "tags", "projectType")),
         ),
     ),
-    find_supervisely,
-    read_per_image(parse, add_objects),
+    find=find_supervisely,
+    read=read_per_image(parse, add_objects),
     data="a project, or a folder with `ann/` and `img/`",
     images="`img/`",
 )

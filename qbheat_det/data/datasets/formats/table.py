@@ -139,15 +139,17 @@ def find_columns(header: Sequence[str], row: Sequence[str] = ()) -> Columns | No
         box = [_find_column(names, known) for known in keys]
         if None in box:
             continue
-        image = next((place for place, cell in enumerate(row) if is_image_name(cell)), None)
+        image = next((column for column, cell in enumerate(row) if is_image_name(cell)), None)
         if image is None:
             image = _find_column(names, _IMAGE)
         if image is None:
             return None
-        box_columns = tuple(place for place in box if place is not None)
+        box_columns = tuple(column for column in box if column is not None)
         label = _choose_label(names, row, (image, *box_columns))
         is_relative = names[image] == _OPEN_IMAGES and "labelname" in names
-        return Columns(image, label, box_columns, to_points, is_relative)
+        return Columns(
+            image=image, label=label, box=box_columns, to_points=to_points, is_relative=is_relative
+        )
     return _find_columns_without_header(header)
 
 
@@ -171,10 +173,10 @@ def _choose_label(names: Sequence[str], row: Sequence[str], others: Sequence[int
     that only has a known name. ``others`` are the columns of the image and the box.
     """
     known = [names.index(name) for name in _CLASS if name in names]
-    known = [place for place in known if place not in others]
-    for place in known:
-        if place < len(row) and not is_number(row[place]):
-            return place
+    known = [column for column in known if column not in others]
+    for column in known:
+        if column < len(row) and not is_number(row[column]):
+            return column
     label = _find_label(names, row, others)
     if label is None and known:
         return known[0]
@@ -184,16 +186,16 @@ def _choose_label(names: Sequence[str], row: Sequence[str], others: Sequence[int
 def _find_label(names: Sequence[str], row: Sequence[str], others: Sequence[int]) -> int | None:
     """Returns the only column that may have classes by its content, or None."""
     texts = [
-        place
-        for place, cell in enumerate(row[: len(names)])
-        if place not in others and cell and not is_number(cell)
+        column
+        for column, cell in enumerate(row[: len(names)])
+        if column not in others and cell and not is_number(cell)
     ]
-    for places in (
-        [place for place in texts if any(word in names[place] for word in _CLASS_WORDS)],
-        [place for place in texts if names[place] not in _NO_CLASSES],
+    for columns in (
+        [column for column in texts if any(word in names[column] for word in _CLASS_WORDS)],
+        [column for column in texts if names[column] not in _NO_CLASSES],
     ):
-        if len(places) == 1:
-            return places[0]
+        if len(columns) == 1:
+            return columns[0]
     return None
 
 
@@ -212,9 +214,9 @@ def _find_columns_without_header(row: Sequence[str]) -> Columns | None:
     ):
         if len(row) != num_columns:
             continue
-        cells = [row[place] for place in box]
+        cells = [row[column] for column in box]
         if all(map(is_number, cells)) or not any(cells):
-            return Columns(0, label, box, read_corners, has_header=False)
+            return Columns(image=0, label=label, box=box, to_points=read_corners, has_header=False)
     return None
 
 
@@ -319,7 +321,7 @@ def has_unknown_boxes(path: str) -> bool:
 
 def read_table(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     """Reads the tables of a part, see ``Format.read``."""
-    result = Labels([])
+    result = Labels(images=[])
     for file, value in labels.parts[part]:
         read_part = read_with(functools.partial(read_file, value=value), "CSV")
         table = read_part(tree, LabelSet(labels.base, {part: [file]}), part)
@@ -338,8 +340,8 @@ def read_table(tree: FileTree, labels: LabelSet, part: str) -> Labels:
             continue
         for image in result.images:
             # The tables of Open Images list images that most users do not have.
-            if image.reason and image.reason.item == "missing image":
-                image.reason = dataclasses.replace(image.reason, is_fault=False)
+            if image.exclusion and image.exclusion.item == "missing image":
+                image.exclusion = dataclasses.replace(image.exclusion, is_fault=False)
     _replace_codes(tree, result)
     return result
 
@@ -347,12 +349,12 @@ def read_table(tree: FileTree, labels: LabelSet, part: str) -> Labels:
 def _note_guesses(file: str, columns: Columns, names: Sequence[str]) -> list[str]:
     """Returns notes of columns that were found by their content."""
     notes = []
-    for place, known, content in (
+    for column, known, content in (
         (columns.image, _IMAGE, "images"),
         (columns.label, _CLASS, "classes"),
     ):
-        if place is not None and _clean(names[place]) not in known:
-            notes.append(f"'{file}': the column '{names[place]}' has the {content}")
+        if column is not None and _clean(names[column]) not in known:
+            notes.append(f"'{file}': the column '{names[column]}' has the {content}")
     return notes
 
 
@@ -365,7 +367,10 @@ def _replace_codes(tree: FileTree, result: Labels) -> None:
     result.files.append(descriptions[0])
     names = {row[0]: row[1] for _, row in read_rows(descriptions[0]) if len(row) == 2}
     for image in result.images:
-        image.boxes = [box._replace(name=names.get(box.name, box.name)) for box in image.boxes]
+        image.boxes = [
+            box._replace(class_name=names.get(box.class_name, box.class_name))
+            for box in image.boxes
+        ]
 
 
 def read_file(file: str, value: str = "") -> list[LabelledImage]:
@@ -396,25 +401,27 @@ def read_file(file: str, value: str = "") -> list[LabelledImage]:
         name = cells[columns.image]
         box = [cells[column] for column in columns.box]
         class_name = ONLY_CLASS if columns.label is None else cells[columns.label]
-        place = f"{file}, line {number}"
-        image = images.setdefault(name, LabelledImage(place, name))
+        location = f"{file}, line {number}"
+        image = images.setdefault(name, LabelledImage(location, name))
         # Images without objects have empty boxes, and may have a class such as "No finding".
         if all(cell.lower() in _EMPTY for cell in box):
             continue
-        with image.reading(place):
+        with image.skip_invalid_box(location):
             if not name:
                 raise ValueError("it names no image")
             points = columns.to_points(box)
-            image.add(place, class_name, points, is_relative=columns.is_relative, is_box=True)
+            image.add_box(
+                location, class_name, points, is_relative=columns.is_relative, is_box=True
+            )
     return list(images.values())
 
 
 TABLE = Format(
-    "table",
-    "CSV",
-    (LabelKind("table", (".csv", ".tsv"), _is_table),),
-    find_table,
-    read_table,
+    name="table",
+    title="CSV",
+    kinds=(LabelKind(name="table", suffixes=(".csv", ".tsv"), matches=_is_table),),
+    find=find_table,
+    read=read_table,
     data="a file with the columns `filename, class, xmin, ymin, xmax, ymax`, or `x, y, width, "
     "height`, or `bbox`; a file without a header with `path, x1, y1, x2, y2, class`; a folder with "
     "`train_labels.csv` and `test_labels.csv`; a file of Open Images",

@@ -44,18 +44,18 @@ def read_via(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     if boxes and not any(map(_has_class, boxes)):
         result.notes.append(f"no region of VIA has a class: all get the class '{ONLY_CLASS}'")
         for image in result.images:
-            image.boxes = [box._replace(name=ONLY_CLASS) for box in image.boxes]
+            image.boxes = [box._replace(class_name=ONLY_CLASS) for box in image.boxes]
         return result
     for image in result.images:
         for box in image.boxes:
             if not _has_class(box):
-                image.leave_out_box(box.place, "it has no class")
+                image.leave_out_box(box.location, "it has no class")
         image.boxes = [box for box in image.boxes if _has_class(box)]
     return result
 
 
 def _has_class(box: Box) -> bool:
-    return bool(box.name.strip(_NO_CLASS))
+    return bool(box.class_name.strip(_NO_CLASS))
 
 
 def read_file(file: str) -> Iterator[LabelledImage]:
@@ -69,13 +69,13 @@ def read_file(file: str) -> Iterator[LabelledImage]:
     for place_of_image, name, regions in entries:
         image = LabelledImage(place_of_image, name)
         if regions is None:
-            image.miss("it has no list 'regions'")
+            image.mark_missing("it has no list 'regions'")
         for number, region in enumerate(regions or (), start=1):
-            with image.reading(f"{image.place}, region {number}") as place:
+            with image.skip_invalid_box(f"{image.location}, region {number}") as location:
                 shape = region["shape_attributes"]
                 class_name = choose_option(_list_values(region).get(class_key)) or _NO_CLASS
                 is_box = shape.get("name") == "rect"
-                image.add(place, class_name, find_points(shape), is_box=is_box)
+                image.add_box(location, class_name, find_box_points(shape), is_box=is_box)
         yield image
 
 
@@ -137,7 +137,7 @@ def _read_table(file: str) -> Iterator[ImageEntry]:
         yield f"{file}, image {short(name)}", name, regions
 
 
-def find_points(shape: Mapping[str, Any]) -> list[tuple[float, float]]:
+def find_box_points(shape: Mapping[str, Any]) -> list[tuple[float, float]]:
     """Returns points that a shape's box encloses. Raises a ``NoBoxError`` for a point."""
     kind = shape.get("name")
     if kind == "rect":
@@ -162,14 +162,18 @@ def _is_via(ends: Ends) -> bool:
 
 
 VIA = Format(
-    "via",
-    "VGG Image Annotator",
-    (
-        LabelKind("via", (".json",), _is_via),
-        LabelKind("via table", (".csv",), starts_with("filename", "region_shape_attributes")),
+    name="via",
+    title="VGG Image Annotator",
+    kinds=(
+        LabelKind(name="via", suffixes=(".json",), matches=_is_via),
+        LabelKind(
+            name="via table",
+            suffixes=(".csv",),
+            matches=starts_with("filename", "region_shape_attributes"),
+        ),
     ),
-    find_by_kind("via", "via table"),
-    read_via,
+    find=find_by_kind("via", "via table"),
+    read=read_via,
     data="a project, or an export of annotations as JSON or CSV",
     images="below the folder of the file, found by their names; or `--images DIR`",
 )

@@ -103,7 +103,7 @@ def _read_list(list_file: str, label_files: Sequence[str]) -> tuple[list[str], l
             listed[label_file] = None
         else:
             image = LabelledImage(f"{list_file}, line {number}")
-            image.miss(f"there is no XML file of the name '{line}'")
+            image.mark_missing(f"there is no XML file of the name '{line}'")
             missing.append(image)
     return list(listed), missing
 
@@ -120,10 +120,10 @@ def add_objects(image: LabelledImage, root: Element) -> None:
     if width and height:
         image.size = (width, height)
     for number, entry in enumerate(root.iter("object"), start=1):
-        with image.reading(f"{image.label_file}, object {number}") as place:
+        with image.skip_invalid_box(f"{image.label_file}, object {number}") as location:
             left, top, right, bottom = _read_edges(entry)
-            image.add(
-                place,
+            image.add_box(
+                location,
                 entry.findtext("name", "").strip(),
                 [(left - 1, top - 1), (right, bottom)],
                 is_box=True,
@@ -163,11 +163,11 @@ def _is_voc(ends: Ends) -> bool:
 
 
 VOC = Format(
-    "voc",
-    "Pascal VOC",
-    (LabelKind("voc", (".xml",), _is_voc, has_one_image=True),),
-    find_voc,
-    read_voc,
+    name="voc",
+    title="Pascal VOC",
+    kinds=(LabelKind(name="voc", suffixes=(".xml",), matches=_is_voc, has_one_image=True),),
+    find=find_voc,
+    read=read_voc,
     data="a folder with an XML file for each image, such as `VOCdevkit/VOC2007` with "
     "`Annotations/` and `JPEGImages/`, or a folder of LabelImg with XML files beside the images",
     images="below the folder, found by their names",

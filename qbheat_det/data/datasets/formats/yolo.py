@@ -345,7 +345,7 @@ def read_yolo(tree: FileTree, labels: LabelSet, part: str) -> Labels:
         lists = _open_folder(tree, labels)
     pairs = pair(tree, lists.label_files)
     label_file_of = {image: file for file, image in pairs.image_of.items()}
-    result = Labels([], files=lists.files, notes=lists.notes)
+    result = Labels(images=[], files=lists.files, notes=lists.notes)
     result.categories = [{"id": number, "name": name} for number, name in enumerate(lists.names)]
     if labels.manifests:
         images = _list_images_of_manifest(tree, labels.parts[part], part, result)
@@ -513,15 +513,17 @@ def read_label_file(
         text = read_text(image.label_file).content
     except UnreadableFileError as error:
         file = image.label_file
-        image.reason = LeftOut("that cannot be read", file, str(error), "label file")
+        image.exclusion = LeftOut(
+            kind="that cannot be read", where=file, reason=str(error), item="label file"
+        )
         return
     for number, line in number_lines(text):
-        with image.reading(f"{image.label_file}, line {number}") as place:
-            _add_line(image, place, line, names, has_keypoints=has_keypoints)
+        with image.skip_invalid_box(f"{image.label_file}, line {number}") as location:
+            _add_line(image, location, line, names, has_keypoints=has_keypoints)
 
 
 def _add_line(
-    image: LabelledImage, place: str, line: str, names: Sequence[str], *, has_keypoints: bool
+    image: LabelledImage, location: str, line: str, names: Sequence[str], *, has_keypoints: bool
 ) -> None:
     """Adds the object in a line to an image. Raises a ``ValueError`` if the line is invalid."""
     try:
@@ -557,18 +559,23 @@ def _add_line(
         values = [x - width / 2, y - height / 2, x + width / 2, y + height / 2]
     points = zip(values[::2], values[1::2], strict=True)
     index = int(class_number)
-    image.add(place, names[index], points, is_relative=True, category=index)
+    image.add_box(location, names[index], points, is_relative=True, class_index=index)
 
 
 YOLO = Format(
-    "yolo",
-    "YOLO",
-    (
-        LabelKind("yolo", (".txt",), lines_like(_OBJECT), has_one_image=True),
-        LabelKind(_MANIFEST, (".yaml", ".yml", ".data"), _is_manifest, names_others=True),
+    name="yolo",
+    title="YOLO",
+    kinds=(
+        LabelKind(name="yolo", suffixes=(".txt",), matches=lines_like(_OBJECT), has_one_image=True),
+        LabelKind(
+            name=_MANIFEST,
+            suffixes=(".yaml", ".yml", ".data"),
+            matches=_is_manifest,
+            names_others=True,
+        ),
     ),
-    find_yolo,
-    read_yolo,
+    find=find_yolo,
+    read=read_yolo,
     data="a `data.yaml` of Ultralytics or an `obj.data` of Darknet, or a folder with one of them; "
     "or a folder of images with a `.txt` file for each image, beside it or in `labels/`",
     images="the folders or lists (`.txt`) that the file names, or beside the labels. Without a "
