@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The annotations of a part of a data set in COCO's lists, and the account of what they leave out.
+"""Converts the labels of a part of a data set, in any format, to COCO's lists.
 
-The reader of each format yields ``LabelledImage`` objects. ``build_annotations`` reads the image
-sizes that they lack, leaves out boxes that cannot be right, clips boxes to their image, and assigns
-ids. It is the only place where an account of boxes is filled.
+The reader of each format returns ``LabelledImage`` objects. ``build_annotations`` reads missing
+image sizes, leaves out invalid boxes, clips boxes to their image, and assigns ids. No other code
+counts the used and left out boxes in an ``Account``.
 """
 
 import os
@@ -33,10 +33,12 @@ class Annotations:
     Attributes:
         origin: path of the data set, for messages.
         image_root: folder to which ``file_name`` of the images is relative.
-        images, annotations, categories: COCO's lists. Categories are sorted by id.
-        account: what became of all files of the data set, the same for all of its parts.
-        original: the COCO file that has exactly these lists; "" if there is none.
-        problem: why there are no labels; "" if there are.
+        images: COCO's list of images.
+        annotations: COCO's list of boxes.
+        categories: COCO's list of classes, sorted by id.
+        account: the used and left out items of the data set. All its parts share the account.
+        original: path of the COCO file that has exactly these lists; "" if there is none.
+        problem: why there are no labels; "" if there are some.
         broken: paths of the images that ``leave_out`` has removed.
         label_files: maps names of images to the file that has only their labels.
         clipped: maps names of images to the locations of their clipped boxes.
@@ -88,7 +90,7 @@ class Annotations:
             )
 
     def note_classes(self) -> list[str]:
-        """Returns notes of classes without a box, and of names that are almost equal."""
+        """Returns notes about classes without a box, and about classes with almost equal names."""
         used = {entry["category_id"] for entry in self.annotations if not entry["iscrowd"]}
         unused = [repr(entry["name"]) for entry in self.categories if entry["id"] not in used]
         notes = []
@@ -114,7 +116,7 @@ class Annotations:
         for name, error in errors.items():
             path = os.path.join(self.image_root, name)
             self.broken.append(path)
-            if path in self.account.removed:  # it is in another part too
+            if path in self.account.removed:  # counted already, as another part has it too
                 continue
             self.account.removed.add(path)
             kind = _KINDS_OF_ERRORS.get(error.kind, f"with an error ({error.kind})")
@@ -131,7 +133,7 @@ class Annotations:
         self.original = ""
 
     def keep(self, file_names: Collection[str] | None = None) -> dict[str, list[Entry]]:
-        """Returns COCO's lists, only of the images ``file_names`` if given."""
+        """Returns COCO's three lists by name, restricted to the images ``file_names`` if given."""
         images = self.images
         annotations = self.annotations
         if file_names is not None:
@@ -149,20 +151,20 @@ _KINDS_OF_ERRORS = {
     "image of another size than annotated": "of another size than annotated",
     "elongated image": "of extreme elongation",
 }
-"""The kinds of errors in image files, as they complete "1 image …"."""
+"""Maps ``DataError.kind`` to ``LeftOut.kind``, which follows "1 image" in a summary."""
 
 
 def build_annotations(
     tree: FileTree, labels: Labels, categories: Sequence[Entry], origin: str, account: Account
 ) -> Annotations:
-    """Converts the labels of a part to COCO's lists, and adds what they leave out to an account.
+    """Converts the labels of a part of a data set to COCO's lists.
 
     Args:
         tree: the files of the data set.
-        labels: the labels of the part.
-        categories: the classes of all parts.
+        labels: the labels of the part. Its images are changed.
+        categories: the classes of the data set, as COCO's list.
         origin: path of the data set, for messages.
-        account: account of the data set, which is changed.
+        account: account of the data set, to which used and left out items are added.
     """
     _join_repeated(labels, account)
     _leave_out_unread(tree, labels.images)
@@ -179,7 +181,7 @@ def build_annotations(
         categories=list(categories),
         account=account,
     )
-    builder = _Builder(categories, account, result)
+    builder = _AnnotationBuilder(categories, account, result)
     ids = _choose_ids([image.id for image in labels.images if image.exclusion is None])
     num_other_suffixes = 0
     outside = []
@@ -221,9 +223,10 @@ def build_annotations(
 
 
 def _find_root(tree: FileTree, labels: Labels) -> str:
-    """Returns the folder to which names are relative.
+    """Returns the folder to which ``file_name`` in COCO's list of images will be relative.
 
-    This is the folder to which all names in a COCO file are relative, or else the tree's root.
+    If the labels are one COCO file whose names are all relative to one folder, it is this folder.
+    Then the file can be used as it is. Otherwise, it is the tree's root.
     """
     images = [image for image in labels.images if image.exclusion is None]
     if not labels.is_original or not images:
@@ -237,12 +240,13 @@ def _find_root(tree: FileTree, labels: Labels) -> str:
 
 
 def _join_repeated(labels: Labels, account: Account) -> None:
-    """Joins the boxes of an image that a label file names several times.
+    """Joins entries for the same image file, so that ``labels.images`` has each file once.
 
-    If several files name it, the entries of the first file are used. If the names differ in their
-    folders, they mean different images: those of the images that do not exist are left out.
+    If one label file has several entries for an image, their boxes are joined. If several label
+    files have entries for it, only those of the first file are used. If entries with different
+    folders in their names were matched to one image, only those that match its path best are used.
     """
-    groups: dict[str, list[LabelledImage]] = {}
+    groups: dict[str, list[LabelledImage]] = {}  # by image file
     for image in labels.images:
         if image.file and not image.exclusion:
             groups.setdefault(image.file, []).append(image)
@@ -251,7 +255,7 @@ def _join_repeated(labels: Labels, account: Account) -> None:
     for file, group in groups.items():
         if len(group) == 1:
             continue
-        first, *others = _leave_out_other_folders(file, group)
+        first, *others = _select_best_folders(file, group)
         for image in others:
             repeated.add(id(image))
             known = {(box.class_name, box.xywh) for box in first.boxes}
@@ -280,10 +284,15 @@ def _join_repeated(labels: Labels, account: Account) -> None:
         account.notes.append(f"{num_joined:,} entries name an image again: their boxes are joined")
 
 
-def _leave_out_other_folders(file: str, group: list[LabelledImage]) -> list[LabelledImage]:
-    """Leaves out images of a group whose folders fit less to the path of a file than others do.
+def _select_best_folders(file: str, group: list[LabelledImage]) -> list[LabelledImage]:
+    """Returns the entries whose folders match the path of an image file best, at least one.
 
-    Returns the others, at least one.
+    The others are marked as missing, because they name an image of the same file name in another
+    folder.
+
+    Args:
+        file: path of the image file.
+        group: the entries for which this file was found.
     """
     folders_of_file = file.split(os.sep)[:-1]
     num_common = []
@@ -301,7 +310,7 @@ def _leave_out_other_folders(file: str, group: list[LabelledImage]) -> list[Labe
 
 
 def _count_common_end(first: Sequence[str], second: Sequence[str]) -> int:
-    """Returns the number of names at the end of two paths that are equal."""
+    """Returns the length of the longest common ending of two lists of folder names."""
     count = 0
     for name, other in zip(reversed(first), reversed(second), strict=False):
         if name != other:
@@ -311,7 +320,7 @@ def _count_common_end(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def _leave_out_unread(tree: FileTree, images: Sequence[LabelledImage]) -> None:
-    """Leaves out images in formats that are not read."""
+    """Leaves out images in formats that cannot be read."""
     unread = frozenset(tree.unread_images)
     for image in images:
         if image.exclusion is None and image.file in unread:
@@ -320,7 +329,7 @@ def _leave_out_unread(tree: FileTree, images: Sequence[LabelledImage]) -> None:
 
 
 def _read_sizes(images: Sequence[LabelledImage]) -> None:
-    """Reads the sizes that labels lack, and leaves out images that cannot be read."""
+    """Sets missing image sizes from the image files. Leaves out images that cannot be read."""
     without_size = [image for image in images if image.exclusion is None and not image.size]
     if not without_size:
         return
@@ -356,17 +365,27 @@ def _leave_out_image(image: LabelledImage, account: Account) -> None:
 
 
 def _choose_ids(ids: Sequence[int | None]) -> Iterator[int]:
-    """Returns an iterator over ids if all are numbers and different, or else over new ids."""
+    """Yields ``ids`` if all are given and different, or else 1, 2, 3 and so on."""
     numbers = [id_ for id_ in ids if id_ is not None]
     if len(numbers) == len(ids) == len(set(numbers)):
         return iter(numbers)
     return iter(range(1, len(ids) + 1))
 
 
-class _Builder:
-    """Converts boxes to COCO's annotations."""
+class _AnnotationBuilder:
+    """Collects the boxes of all images as COCO's annotations.
+
+    Attributes:
+        is_changed: whether an annotation differs from the one in the label file.
+    """
 
     def __init__(self, categories: Sequence[Entry], account: Account, result: Annotations) -> None:
+        """
+        Args:
+            categories: the classes of the data set, as COCO's list.
+            account: account of the data set, which is changed.
+            result: annotations of the part, whose ``label_files`` and ``clipped`` are changed.
+        """
         self.is_changed = False
         self._account = account
         self._result = result
@@ -377,10 +396,14 @@ class _Builder:
         self._entries: list[Entry] = []
 
     def add(self, image: LabelledImage, entry: Entry) -> None:
-        """Adds the boxes of an image. ``entry`` is the image in COCO's list."""
+        """Adds the valid boxes of an image, and counts them, the image and its label file as used.
+
+        ``entry`` is the image's entry in COCO's list of images.
+        """
         account = self._account
         if image.file in self._account.files:
-            account = Account()  # each image is counted once
+            # Another part has the image too, and has counted it. This account is not read.
+            account = Account()
         self._account.files.add(image.file)
         account.used["image"] += 1
         account.left_out += image.left_out_boxes
@@ -394,7 +417,8 @@ class _Builder:
         num_clipped_before = len(account.clipped)
         seen: set[tuple[str, XYWH]] = set()
         for box in image.boxes:
-            if not box.fields:  # COCO's ground truth stays as it is
+            is_from_coco = bool(box.fields)
+            if not is_from_coco:  # duplicates in COCO files are kept
                 if (box.class_name, box.xywh) in seen:
                     reason = "the same box of the same class comes before"
                     account.left_out.append(
@@ -437,7 +461,16 @@ class _Builder:
             self._result.clipped[name] = account.clipped[num_clipped_before:]
 
     def _fit(self, box: Box, image_size: tuple[int, int], account: Account) -> list[float] | None:
-        """Returns a box in pixels that lies in its image, or None if it is left out."""
+        """Returns a box [x, y, width, height] in pixels, clipped to the image.
+
+        Returns None if the box has no area or its center is outside of the image. Then it is left
+        out.
+
+        Args:
+            box: the box.
+            image_size: (width, height) in pixels.
+            account: account to which the box is added if it is clipped or left out.
+        """
         image_width, image_height = image_size
         x, y, width, height = box.xywh
         if box.is_relative:
@@ -469,7 +502,8 @@ class _Builder:
         reaches_beyond = (
             min(x, y) < -MARGIN or right > image_width + MARGIN or bottom > image_height + MARGIN
         )
-        if box.fields and not reaches_beyond:  # COCO's ground truth stays as it is
+        is_from_coco = bool(box.fields)
+        if is_from_coco and not reaches_beyond:  # rounded boxes in COCO files are kept
             return [x, y, width, height]
         if reaches_beyond:
             account.clipped.append(box.location)
@@ -479,7 +513,7 @@ class _Builder:
         return [left, top, min(right, image_width) - left, min(bottom, image_height) - top]
 
     def number(self) -> list[Entry]:
-        """Returns the annotations. Ids are kept if all are numbers and different."""
+        """Returns the annotations of all images, with new ids if ids are missing or repeated."""
         ids = [entry.get("id") for entry in self._entries]
         is_valid = all(type(id_) is int and abs(id_) < 2**53 for id_ in ids)
         if not is_valid or len(set(ids)) < len(ids):
@@ -499,11 +533,11 @@ def check_same_classes(train: Annotations, val: Annotations) -> None:
     if train.class_names == val.class_names:
         return
     files = f"'{train.origin}' and '{val.origin}'"
-    for one, other in ((train, val), (val, train)):
-        missing = [repr(name) for name in one.class_names if name not in other.class_names]
+    for complete, lacking in ((train, val), (val, train)):
+        missing = [repr(name) for name in complete.class_names if name not in lacking.class_names]
         if missing:
             raise UserError(
-                f"the categories of {files} differ: '{other.origin}' lacks {join_first(missing)}"
+                f"the categories of {files} differ: '{lacking.origin}' lacks {join_first(missing)}"
             )
     train_names = join_first(map(repr, train.class_names))
     val_names = join_first(map(repr, val.class_names))
@@ -514,7 +548,12 @@ def check_same_classes(train: Annotations, val: Annotations) -> None:
 
 
 def is_inside(box: Sequence[float], image: Entry) -> bool:
-    """Returns whether a box (XYWH) lies in an image, up to the rounding of its sides."""
+    """Returns whether a box lies in an image, with a tolerance of ``MARGIN`` pixels.
+
+    Args:
+        box: [x, y, width, height] in pixels.
+        image: the image's entry in COCO's list.
+    """
     x, y, width, height = box
     fits_width = x >= -MARGIN and x + width <= image["width"] + MARGIN
     fits_height = y >= -MARGIN and y + height <= image["height"] + MARGIN

@@ -12,7 +12,7 @@ from .base import Format, find_by_kind, read_with
 
 
 def read_file(file: str) -> Iterator[LabelledImage]:
-    """Reads a JSON file of CreateML, also those that LabelImg and Roboflow write."""
+    """Reads a JSON file of CreateML, LabelImg or Roboflow. Yields the images with their boxes."""
     for number, entry in enumerate(read_json(file), start=1):
         image = LabelledImage(f"{file}, entry {number}")
         if not isinstance(entry, dict):

@@ -49,7 +49,7 @@ def _parse(file: str) -> Element:
 
 
 def read_cvat(tree: FileTree, labels: LabelSet, part: str) -> Labels:
-    """Reads the images of a part, see ``Format.read``."""
+    """Reads the images of a part of a data set, and finds their files."""
     result = Labels(images=[], files=list(dict.fromkeys(file for file, _ in labels.parts[part])))
     for file, subset in labels.parts[part]:
         root = _parse(file)
@@ -64,7 +64,7 @@ def read_cvat(tree: FileTree, labels: LabelSet, part: str) -> Labels:
 
 
 def _read_images(file: str, root: Element, subset: str) -> Iterator[LabelledImage]:
-    """Reads the images of a subset; "" for the images of none."""
+    """Yields the images of a subset with their boxes. ``subset`` "" is for images of no subset."""
     for node in root.iter("image"):
         if node.get("subset", "") != subset:
             continue
@@ -80,7 +80,12 @@ def _read_images(file: str, root: Element, subset: str) -> Iterator[LabelledImag
 
 
 def find_box_points(shape: Element) -> list[tuple[float, float]]:
-    """Returns points that a shape's box encloses. Raises a ``NoBoxError`` for a point."""
+    """Returns points (x, y) in pixels that have the same bounding box as a shape.
+
+    These are the vertices of a polygon, the four corners of a rotated box, or the top left and the
+    bottom right corner of the box around an ellipse or mask. Raises a ``NoBoxError`` for points and
+    other shapes without a box.
+    """
 
     def numbers(*keys: str) -> list[float]:
         return [float(shape.get(key, "nan")) for key in keys]

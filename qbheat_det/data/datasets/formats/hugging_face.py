@@ -17,7 +17,7 @@ from .base import NAME_KEYS, Format, choose_name, find_by_kind, read_with
 
 
 def read_file(file: str) -> Iterator[LabelledImage]:
-    """Reads the metadata of images."""
+    """Reads ``metadata.jsonl`` or ``metadata.csv``. Yields the images with their boxes."""
     rows: list[tuple[int, Any]]
     if file.lower().endswith(".csv"):
         rows = list(enumerate(read_table(file), start=1))
@@ -42,7 +42,11 @@ def read_file(file: str) -> Iterator[LabelledImage]:
 
 
 def _list_objects(row: dict[str, Any]) -> list[Any]:
-    """Returns the objects of a row, each with "bbox" and a class."""
+    """Returns one dict per object of an image, with the keys "bbox" and "category".
+
+    Hugging Face stores the boxes and the classes as two lists. A list of objects is returned as it
+    is.
+    """
     objects = row.get("objects") or {}
     if isinstance(objects, str):  # in a table
         objects = json.loads(objects)

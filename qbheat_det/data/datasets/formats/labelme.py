@@ -29,6 +29,7 @@ def add_shapes(image: LabelledImage, content: Mapping[str, Any]) -> None:
 
 
 def read_name(content: Mapping[str, Any]) -> str:
+    """Returns the file name of the image without its folders, or "" if it is missing."""
     path = content.get("imagePath")
     if not isinstance(path, str):
         return ""
@@ -36,7 +37,11 @@ def read_name(content: Mapping[str, Any]) -> str:
 
 
 def find_box_points(shape: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """Returns points around a shape. Raises a ``NoBoxError`` for a point or a line."""
+    """Returns points (x, y) in pixels that have the same bounding box as a shape.
+
+    These are two corners of the square around a circle, and the shape's own points for all other
+    shapes. Raises a ``NoBoxError`` for a point or a line.
+    """
     kind = shape.get("shape_type", "polygon")
     points = [(float(x), float(y)) for x, y in shape["points"]]
     if kind == "circle":  # its centre, and a point on it

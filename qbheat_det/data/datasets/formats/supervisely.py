@@ -20,7 +20,7 @@ _PNG_HEADER_SIZE = 64  # bytes, which include the size of the image
 
 
 def find_supervisely(tree: FileTree) -> list[LabelSet]:
-    """Finds JSON files of Supervisely by their content. All data sets of a project are one."""
+    """Finds JSON files of Supervisely. The data sets of a project (``meta.json``) are joined."""
     files = tree.label_files.get("supervisely", ())
     manifests = tree.label_files.get("supervisely meta", [])
     groups = group_per_image_files(tree, files)
@@ -48,7 +48,11 @@ def add_objects(image: LabelledImage, content: Mapping[str, Any]) -> None:
 
 
 def find_box_points(entry: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """Returns points that an object's box encloses. Raises a ``NoBoxError`` for a point."""
+    """Returns points (x, y) in pixels that have the same bounding box as an object.
+
+    These are the corners of a rectangle or mask, or the vertices of a polygon or line. Raises a
+    ``NoBoxError`` for points and other geometries without a box.
+    """
     kind = entry.get("geometryType")
     if kind == "bitmap":
         x, y = map(float, entry["bitmap"]["origin"])

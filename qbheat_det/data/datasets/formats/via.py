@@ -34,7 +34,10 @@ from .base import (
 _NO_CLASS = "\0"  # marks a missing class until all regions are read
 
 ImageEntry = tuple[str, Any, list[Any] | None]
-"""Location of an image's entry, the image's file name, and its regions or None."""
+"""Location of an image's entry for messages, the image's file name, and its regions.
+
+The regions are None if the entry is invalid.
+"""
 
 
 def read_via(tree: FileTree, labels: LabelSet, part: str) -> Labels:
@@ -59,15 +62,18 @@ def _has_class(box: Box) -> bool:
 
 
 def read_file(file: str) -> Iterator[LabelledImage]:
-    """Reads a project, or an export of annotations as JSON or CSV."""
+    """Reads a project or an export as JSON or CSV. Yields the images with their boxes.
+
+    A region without a class gets the class ``_NO_CLASS``.
+    """
     if file.lower().endswith(".csv"):
         entries = list(_read_table(file))
     else:
         entries = list(_read_project(file))
     all_regions = [region for _, _, regions in entries for region in regions or ()]
     class_key = _find_class_attribute(file, all_regions)
-    for place_of_image, name, regions in entries:
-        image = LabelledImage(place_of_image, name)
+    for location_of_image, name, regions in entries:
+        image = LabelledImage(location_of_image, name)
         if regions is None:
             image.mark_missing("it has no list 'regions'")
         for number, region in enumerate(regions or (), start=1):
@@ -80,7 +86,7 @@ def read_file(file: str) -> Iterator[LabelledImage]:
 
 
 def _list_values(region: Any) -> dict[str, object]:
-    """Returns the attributes of a region that have a value. Names are in lower case."""
+    """Maps the names of a region's attributes, in lower case, to their values, if not blank."""
     attributes = region.get("region_attributes") if isinstance(region, dict) else None
     if not isinstance(attributes, dict):
         return {}
@@ -113,6 +119,7 @@ def _find_class_attribute(file: str, regions: Sequence[Any]) -> str:
 
 
 def _read_project(file: str) -> Iterator[ImageEntry]:
+    """Yields the images of a project or of an export as JSON."""
     content = read_json(file)
     for key, entry in content.get("_via_img_metadata", content).items():
         regions = entry.get("regions") if isinstance(entry, dict) else None
@@ -126,6 +133,7 @@ def _read_project(file: str) -> Iterator[ImageEntry]:
 
 
 def _read_table(file: str) -> Iterator[ImageEntry]:
+    """Yields the images of an export as CSV, which has one region per row."""
     regions_of: dict[str, list[Any]] = {}
     for row in read_table(file):
         regions = regions_of.setdefault(row["filename"], [])
@@ -138,7 +146,11 @@ def _read_table(file: str) -> Iterator[ImageEntry]:
 
 
 def find_box_points(shape: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """Returns points that a shape's box encloses. Raises a ``NoBoxError`` for a point."""
+    """Returns points (x, y) in pixels that have the same bounding box as a shape.
+
+    These are the vertices of a polygon, or the top left and the bottom right corner of a rectangle
+    or of the box around an ellipse. Raises a ``NoBoxError`` for a point.
+    """
     kind = shape.get("name")
     if kind == "rect":
         return corners(*(float(shape[key]) for key in ("x", "y", "width", "height")))

@@ -45,9 +45,10 @@ def find_voc(tree: FileTree) -> list[LabelSet]:
 
 
 def _find_lists(tree: FileTree, base: Folders) -> dict[str, str]:
-    """Maps parts to the files that list their images, in ``ImageSets/Main`` or above it.
+    """Maps parts to the text files that list their images. Returns {} if there are none.
 
-    Directly in the folder of the data set, such files are used if they have two parts or more.
+    The first of the folders ``ImageSets/Main``, ``ImageSets`` and ``base`` with such files is used.
+    In ``base`` itself, they must list two parts or more, as one such file may be something else.
     """
     top = os.path.join(tree.root, *base)
     for names in (("ImageSets", "Main"), ("ImageSets",), ()):
@@ -64,7 +65,10 @@ def _find_lists(tree: FileTree, base: Folders) -> dict[str, str]:
 
 
 def read_voc(tree: FileTree, labels: LabelSet, part: str) -> Labels:
-    """Reads the XML files of a part, see ``Format.read``."""
+    """Reads the XML files of a part of a data set, and finds their images.
+
+    If a file of ``ImageSets`` lists the part, each listed image without an XML file is left out.
+    """
     if not labels.manifests:
         return _read(tree, labels, part)
     list_file = labels.parts[part]
@@ -109,6 +113,7 @@ def _read_list(list_file: str, label_files: Sequence[str]) -> tuple[list[str], l
 
 
 def read_name(root: Element) -> str:
+    """Returns the file name of the image without its folders, or "" if it is missing."""
     path = root.findtext("filename", "").strip()
     return path.replace("\\", "/").rpartition("/")[2]
 
@@ -125,7 +130,7 @@ def add_objects(image: LabelledImage, root: Element) -> None:
             image.add_box(
                 location,
                 entry.findtext("name", "").strip(),
-                [(left - 1, top - 1), (right, bottom)],
+                [(left - 1, top - 1), (right, bottom)],  # VOC numbers the pixels from 1
                 is_box=True,
                 is_crowd=entry.findtext("difficult", "").strip() == "1",
             )

@@ -13,7 +13,10 @@ from .base import Format, find_by_kind, find_path, read_with
 
 
 def read_file(file: str) -> Iterator[LabelledImage]:
-    """Reads the file of an image ("…-asset.json"), or a JSON export."""
+    """Reads the file of one image ("…-asset.json"), or a JSON export of all images.
+
+    Yields the images with their boxes. A region gets the first of its tags as its class.
+    """
     content = read_json(file)
     entries = [content]
     if "assets" in content:
