@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Recognizes the data set in a folder by its label files, or as a set of class folders."""
+"""Recognizes the data set in a folder: by its label files, or else by class folders."""
 
 import os
 import re
@@ -23,6 +23,7 @@ _LINE_OF_WIDER = re.compile(r"^\s*(-?\d+\s+){9}-?\d+\s*$")
 
 
 def _is_wider_face(ends: Ends) -> bool:
+    """Returns whether a file is of WIDER FACE: after an image's name come the number and boxes."""
     lines = ends.lines
     if len(lines) < 3:
         return False
@@ -34,7 +35,7 @@ def _is_labelme_xml(ends: Ends) -> bool:
     return "<annotation>" in text and "<polygon>" in text and "<bndbox>" not in text
 
 
-# Kinds of label files that are recognized and not read, and what to do.
+# Maps kinds of label files that are not read to an explanation for the user.
 _REFUSED = {
     LabelKind(
         name="coco results", suffixes=(".json",), matches=json_list(("image_id", "bbox", "score"))
@@ -89,14 +90,14 @@ _MASK_WORDS = frozenset({"mask", "masks", "segmentation", "segmentations", "seg"
 
 @dataclass(frozen=True)
 class Recognized:
-    """A data set in a tree of files.
+    """The data set that was found in a tree of files.
 
     Attributes:
         tree: the files of the data set.
         format: the format of its labels; None for class folders.
         labels: its label files; None for class folders.
-        folders: the class folders of its parts.
-        notes: how it was found, and what else there is.
+        folders: maps each part of a data set of class folders to the folder that has them.
+        notes: which folder is used and what is not, one sentence each.
     """
 
     tree: FileTree
@@ -107,7 +108,7 @@ class Recognized:
 
     @property
     def parts(self) -> list[str]:
-        """The parts that are used: "all", or "train" and optionally "val"."""
+        """How the parts are used: ["all"], ["train"] or ["train", "val"]."""
         if self.labels is None:
             return list(self.folders)
         return list(choose_parts(self.labels.parts))
@@ -135,7 +136,7 @@ def recognize(tree: FileTree, wanted: str = "") -> Recognized:
         return _recognize_classes(tree)
     notes: list[str] = []
     if len(candidates) == 1:
-        (chosen,) = candidates  # its rank would need its images
+        (chosen,) = candidates
     else:
         candidates.sort(key=lambda candidate: candidate.rank, reverse=True)
         chosen, *others = candidates
@@ -144,19 +145,20 @@ def recognize(tree: FileTree, wanted: str = "") -> Recognized:
         return Recognized(tree, chosen.format, chosen.labels, notes=notes)
     folder = chosen.path
     notes.append(f"the data set in '{folder}' is used")
-    if not any(is_below(path, folder) for path in tree.all_images):
+    has_images = any(is_below(path, folder) for path in tree.all_images)
+    if not has_images:
         return Recognized(tree, chosen.format, chosen.labels, notes=notes)
     nested = FileTree(folder, kinds=KINDS)
     for root in tree.other_roots:
         nested.add(root)
     nested.preferred = tree.preferred
-    nested.others += _list_files_above(tree, folder)  # may have the class names
+    nested.others += _list_files_above(tree, folder)  # one of them may list the class names
     inner = recognize(nested, chosen.format.name)
     return Recognized(inner.tree, chosen.format, inner.labels, notes=[*notes, *inner.notes])
 
 
 def _list_files_above(tree: FileTree, folder: str) -> list[str]:
-    """Returns the files between the root and a folder that are no label files."""
+    """Returns the files directly in the parents of a folder, up to the root, but no label files."""
     label_files = {path for files in tree.label_files.values() for path in files}
     files_above = []
     for path in tree.others:
@@ -167,7 +169,7 @@ def _list_files_above(tree: FileTree, folder: str) -> list[str]:
 
 
 class _Candidate:
-    """A data set that may be meant. Its images are found only if there is another one."""
+    """One of several data sets in a tree of files. Its labels are read only to compare them."""
 
     def __init__(self, tree: FileTree, format: Format, labels: LabelSet) -> None:
         self.format = format
@@ -196,10 +198,10 @@ class _Candidate:
 
     @property
     def rank(self) -> tuple[object, ...]:
-        """Candidates with a higher rank are preferred.
+        """A tuple that is larger for better candidates.
 
-        A file that names the parts and classes decides, if its images are there. Then the number of
-        images does, and last the order of the table of formats.
+        The criteria are, in this order: a manifest whose images exist, the number of images, a
+        format that is not ``is_last``, a folder near the root, the order of ``FORMATS``.
         """
         order = list(FORMATS).index(self.format.name)
         has_manifest = bool(self.labels.manifests and self.images)
@@ -209,10 +211,10 @@ class _Candidate:
 
 
 def _compare(tree: FileTree, chosen: _Candidate, others: Sequence[_Candidate]) -> list[str]:
-    """Returns notes of the other data sets, which repeat the chosen one or are much smaller.
+    """Checks that the other data sets need not be used, and returns a note about each.
 
     Raises:
-        UserError: another data set has images that the chosen one lacks.
+        UserError: another data set would add more than ``_MAX_ADDED`` of the chosen one's images.
     """
     rivals = [chosen]
     notes = []
@@ -250,10 +252,10 @@ def _compare(tree: FileTree, chosen: _Candidate, others: Sequence[_Candidate]) -
 
 
 def choose_parts(parts: Mapping[str, Any]) -> dict[str, str]:
-    """Maps "all", or "train" and optionally "val", to names of parts that a data set has.
+    """Chooses the parts of a data set to use. Maps "all", or "train" and "val", to their names.
 
-    The test part is used for validation if there is no other. A part of unknown name is used for
-    training if there is no training part.
+    The part "all" is used for training if there is no part "train". The part "test" is used for
+    validation if there is no part "val". Without a part for training, this part has the role "all".
     """
     train = next((part for part in ("train", "all") if part in parts), None)
     val = next((part for part in ("val", "test") if part in parts), None)
@@ -265,7 +267,7 @@ def choose_parts(parts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _recognize_classes(tree: FileTree) -> Recognized:
-    """Recognizes a set of class folders. Raises a ``UserError`` for anything else."""
+    """Recognizes a data set of class folders. Raises a ``UserError`` if there is none."""
     refusal = _find_refusal(tree)
     if refusal:
         raise UserError(f"'{tree.root}' {refusal}")
@@ -288,9 +290,9 @@ def _recognize_classes(tree: FileTree) -> Recognized:
 
 
 def _find_root_of_classes(tree: FileTree) -> str:
-    """Returns the root of a tree, or the folder in it that has everything.
+    """Returns the folder that has the class folders or parts.
 
-    An unpacked export often has one folder on top.
+    This is the root, unless all images are in one folder below it, as in many zips.
     """
     root = tree.root
     while True:
@@ -305,7 +307,7 @@ def _find_root_of_classes(tree: FileTree) -> str:
 
 
 def _list_folders(tree: FileTree, root: str) -> list[str]:
-    """Returns the names of the direct subfolders that have images."""
+    """Returns the names of the direct subfolders of ``root`` that have images."""
     start = len(root.rstrip(os.sep)) + 1
     folders: dict[str, None] = {}
     for path in tree.all_images:
@@ -317,7 +319,10 @@ def _list_folders(tree: FileTree, root: str) -> list[str]:
 
 
 def _find_class_parts(tree: FileTree, root: str, names: Sequence[str]) -> dict[str, str]:
-    """Returns the folders of the training and the validation part, or {} if there are none."""
+    """Maps "train" and "val" to their folders of class folders, or returns {} without parts.
+
+    ``names`` are the subfolders of ``root``.
+    """
     folders: dict[str, str] = {}
     for name in names:
         part = part_of_name(name)
@@ -338,7 +343,7 @@ def _says_nothing(name: str) -> bool:
 
 
 def _find_refusal(tree: FileTree) -> str | None:
-    """Returns why the label files of a tree are not read, or None if there are none."""
+    """Returns why label files in a tree cannot be read, or None if no such files are found."""
     for kind, reason in _REFUSED.items():
         files = tree.label_files.get(kind.name)
         if files:
@@ -358,6 +363,7 @@ def _find_refusal(tree: FileTree) -> str | None:
 
 
 def _list_tables(tree: FileTree) -> list[str]:
+    """Returns the tables that may have labels."""
     files = [tree.label_file] if tree.label_file else tree.others
     return [path for path in files if suffix_of(path) in (".csv", ".tsv")]
 
@@ -371,7 +377,7 @@ def _refuse_file(tree: FileTree, path: str) -> str:
 
 
 def _explain_missing_labels(tree: FileTree) -> str:
-    """Returns a message for a tree without labels that are read."""
+    """Returns the message for a tree without label files and class folders."""
     masks = [path for path in tree.images if _is_in_mask_folder(tree, path)]
     tables = [path for path in _list_tables(tree) if names_images(path)]
     if tables and not masks:
@@ -398,5 +404,6 @@ def _explain_missing_labels(tree: FileTree) -> str:
 
 
 def _is_in_mask_folder(tree: FileTree, path: str) -> bool:
+    """Returns whether a folder between the root and a file is named like masks."""
     folders = folders_of(tree, path)
     return any(_MASK_WORDS.intersection(split_words(folder)) for folder in folders)
