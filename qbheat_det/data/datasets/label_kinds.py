@@ -64,7 +64,7 @@ class Ends:
         return list(itertools.islice(lines, _NUM_LINES))
 
     def have_keys(self, groups: Sequence[Sequence[str]]) -> bool:
-        """Returns whether all keys of at least one group are in the start and end of a JSON file."""
+        """Returns whether a JSON file has all keys of at least one group in its start and end."""
         return any(all(f'"{key}":' in self.keys for key in group) for group in groups)
 
     @classmethod

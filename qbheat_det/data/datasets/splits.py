@@ -188,8 +188,8 @@ def choose_val(groups: Sequence[Hashable], *, fraction: float, seed: int) -> set
         if sizes[group] > 1
     )
     # Systematic sampling: each image adds ``fraction`` to a sum that starts below 1. An image is
-    # chosen if the sum reaches the next integer there. For 1/5, this is every fifth image. The start
-    # is random, but large enough for the last sum to reach 1, so that one image at least is chosen.
+    # chosen if the sum reaches the next integer there. For 1/5, this is every fifth image. The
+    # random start is large enough for the last sum to reach 1, so at least one image is chosen.
     start = max(generator.random(), 1 - len(shuffled) * fraction)
     chosen = set()
     for position, (_, _, index) in enumerate(shuffled):
