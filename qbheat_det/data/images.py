@@ -77,8 +77,8 @@ class ImageFile:
 
         Args:
             reduction: factor by which a JPEG is scaled down: 1, 2, 4 or 8. Each pixel of the result
-                is the mean of ``reduction`` x ``reduction`` pixels of the file. The height and
-                width are rounded up. Other formats are not scaled.
+                is about the mean of ``reduction`` x ``reduction`` pixels of the file. The height
+                and width are rounded up. Other formats are not scaled.
 
         Returns:
             The pixels (h, w, 3), uint8, RGB.
