@@ -205,12 +205,13 @@ def build_annotations(
         # A label file may name an image with another suffix than the image has.
         if is_image_name(image.name) and suffix_of(image.name) != suffix_of(image.file):
             num_other_suffixes += 1
-    result.annotations = builder.number()
+    result.annotations = builder.assign_ids()
     result.problem = labels.problem
     if num_other_suffixes:
         account.notes.append(f"{num_other_suffixes:,} images are named with another suffix")
     if outside:
         account.notes.append(f"{len(outside):,} images are outside '{tree.root}': {outside[0]}")
+    # If nothing was changed or left out, a COCO file can be used as it is.
     is_changed = (
         builder.is_changed
         or bool(labels.notes)
@@ -257,25 +258,24 @@ def _join_repeated(labels: Labels, account: Account) -> None:
             continue
         first, *others = _select_best_folders(file, group)
         for image in others:
-            repeated.add(id(image))
-            known = {(box.class_name, box.xywh) for box in first.boxes}
+            repeated.add(id(image))  # the object's identity, as images are not hashable
+            known_boxes = {(box.class_name, box.xywh) for box in first.boxes}
             if image.entry_file == first.entry_file:
                 first.boxes += [
-                    box for box in image.boxes if (box.class_name, box.xywh) not in known
+                    box for box in image.boxes if (box.class_name, box.xywh) not in known_boxes
                 ]
                 first.left_out_boxes += image.left_out_boxes
                 num_joined += 1
                 continue
             reason = f"the labels of '{file}' are those in '{first.entry_file}'"
             for box in image.boxes:
-                is_fault = (box.class_name, box.xywh) not in known
                 account.left_out.append(
                     LeftOut(
                         kind="of an image with other labels",
                         where=box.location,
                         reason=reason,
                         item="box",
-                        is_fault=is_fault,
+                        is_fault=(box.class_name, box.xywh) not in known_boxes,
                     )
                 )
             account.left_out += image.left_out_boxes
@@ -389,7 +389,7 @@ class _AnnotationBuilder:
         self.is_changed = False
         self._account = account
         self._result = result
-        self._category_ids = [category["id"] for category in categories]
+        self._category_ids: list[int] = [category["id"] for category in categories]
         self._index_of_name = {
             str(category["name"]): index for index, category in enumerate(categories)
         }
@@ -432,33 +432,42 @@ class _AnnotationBuilder:
                     )
                     continue
                 seen.add((box.class_name, box.xywh))
-            index = box.class_index
-            if index is None:
-                index = self._index_of_name.get(box.class_name)
-            if index is None:
-                known = join_first(self._index_of_name, 5)
-                reason = f"its class {box.class_name!r} is not one of the classes {known}"
-                account.left_out.append(
-                    LeftOut(
-                        kind="of an unknown class", where=box.location, reason=reason, item="box"
-                    )
-                )
-                self.is_changed = True
+            category_id = self._find_category_id(box, account)
+            if category_id is None:
                 continue
             xywh = self._fit(box, image.size or (0, 0), account)
-            if xywh is not None:
-                self._entries.append(
-                    {
-                        **box.fields,
-                        "image_id": entry["id"],
-                        "category_id": self._category_ids[index],
-                        "bbox": xywh,
-                        "iscrowd": int(box.is_crowd),
-                    }
-                )
+            if xywh is None:
+                continue
+            self._entries.append(
+                {
+                    **box.fields,
+                    "image_id": entry["id"],
+                    "category_id": category_id,
+                    "bbox": xywh,
+                    "iscrowd": int(box.is_crowd),
+                }
+            )
         account.used["box"] += len(self._entries) - num_boxes_before
         if len(account.clipped) > num_clipped_before:
             self._result.clipped[name] = account.clipped[num_clipped_before:]
+
+    def _find_category_id(self, box: Box, account: Account) -> int | None:
+        """Returns the id of a box's class, or None if the class is unknown.
+
+        Then the box is left out, and added to the account.
+        """
+        index = box.class_index
+        if index is None:
+            index = self._index_of_name.get(box.class_name)
+        if index is not None:
+            return self._category_ids[index]
+        known = join_first(self._index_of_name, 5)
+        reason = f"its class {box.class_name!r} is not one of the classes {known}"
+        account.left_out.append(
+            LeftOut(kind="of an unknown class", where=box.location, reason=reason, item="box")
+        )
+        self.is_changed = True
+        return None
 
     def _fit(self, box: Box, image_size: tuple[int, int], account: Account) -> list[float] | None:
         """Returns a box [x, y, width, height] in pixels, clipped to the image.
@@ -512,7 +521,7 @@ class _AnnotationBuilder:
         top = max(y, 0)
         return [left, top, min(right, image_width) - left, min(bottom, image_height) - top]
 
-    def number(self) -> list[Entry]:
+    def assign_ids(self) -> list[Entry]:
         """Returns the annotations of all images, with new ids if ids are missing or repeated."""
         ids = [entry.get("id") for entry in self._entries]
         is_valid = all(type(id_) is int and abs(id_) < 2**53 for id_ in ids)

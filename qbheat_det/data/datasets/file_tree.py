@@ -60,15 +60,16 @@ def walk(
     if skipped is None:
         skipped = []
     walked = [os.path.realpath(path) for path in (root, *known)]
-    folders: list[str] = [root]
-    links: list[str] = []
+    folders: list[str] = [root]  # a stack: the last folder is walked next
+    links: list[str] = []  # links to folders, walked after all folders
     while folders or links:
         folder = folders.pop() if folders else links.pop(0)
         if folder in known:
             continue
         if os.path.islink(folder) and folder != root:
             target = os.path.realpath(folder)
-            if any(is_below(target, path) or is_below(path, target) for path in walked):
+            overlaps = any(is_below(target, path) or is_below(path, target) for path in walked)
+            if overlaps:
                 reason = f"it is a link to '{target}', which is searched already"
                 skipped.append(
                     LeftOut(
@@ -98,7 +99,7 @@ def walk(
             try:
                 is_folder = entry.is_dir()
                 is_file = entry.is_file()
-            except OSError:
+            except OSError:  # such as a link to itself
                 is_folder = False
                 is_file = False
             if is_folder and entry.is_symlink():
@@ -130,7 +131,7 @@ class FileTree:
         label_file: the only file that may have labels; None if all may.
         images: paths of the images, sorted by name, files before subfolders.
         unread_images: paths of images in formats that cannot be read.
-        others: paths of all other files, with label files.
+        other_files: paths of all files that are no images, so also of the label files.
         skipped: links that were not followed, and folders that could not be read.
         preferred: folder whose images are preferred if several images have a name; "" for none.
     """
@@ -159,7 +160,7 @@ class FileTree:
             self.label_file = os.path.abspath(label_file)
         self.images: list[str] = []
         self.unread_images: list[str] = []
-        self.others: list[str] = []
+        self.other_files: list[str] = []
         self.skipped: list[LeftOut] = []
         self.preferred = ""
         self.add(self.root)
@@ -183,7 +184,7 @@ class FileTree:
             elif is_unread_image(file):
                 self.unread_images.append(file)
             else:
-                self.others.append(file)
+                self.other_files.append(file)
 
     def prefer(self, folder: str | Path) -> None:
         """Adds a folder, whose images are preferred if several images have a name."""
@@ -290,7 +291,7 @@ class FileTree:
             if not any(kind.name == name and kind.names_others for kind in self._kinds):
                 return files_of_kind
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for path in self.others:
+        for path in self.other_files:
             if path != self.label_file:
                 groups[os.path.dirname(path), suffix_of(path)].append(path)
         for files in groups.values():

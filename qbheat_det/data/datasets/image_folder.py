@@ -182,7 +182,7 @@ def _account_for(trees: Sequence[FileTree], *, labelled: bool) -> Account:
                 )
             else:
                 account.used["image"] += 1
-        for path in tree.others:
+        for path in tree.other_files:
             account.left_out.append(
                 LeftOut(
                     kind="without pixels",

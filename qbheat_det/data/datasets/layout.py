@@ -156,7 +156,7 @@ def find_lists_of_parts(tree: FileTree, folder: str) -> dict[str, str]:
     The part of a file "trainval.txt" is "all". If two files have the same part, the first is used.
     """
     lists: dict[str, str] = {}
-    for path in tree.others:
+    for path in tree.other_files:
         if os.path.dirname(path) != folder or not path.lower().endswith(".txt"):
             continue
         words = [word for word in split_words(stem_of(path)) if not _YEAR.fullmatch(word)]
@@ -423,18 +423,17 @@ def _pair_folders(
     by_folder: dict[str, list[str]] = defaultdict(list)
     for path in label_files:
         by_folder[os.path.dirname(path)].append(path)
-    used = {os.path.dirname(path) for path in pairs.image_of.values()}
-    with_labels = {os.path.dirname(path) for path in pairs.image_of}
+    paired_image_folders = {os.path.dirname(path) for path in pairs.image_of.values()}
+    paired_label_folders = {os.path.dirname(path) for path in pairs.image_of}
     for folder, files in by_folder.items():
         images_of = {file: find_images_of_stem(tree, stem_of(file)) for file in files}
         image_folders = {os.path.dirname(path) for paths in images_of.values() for path in paths}
-        possible = [
-            image_folder
-            for image_folder in image_folders
-            if image_folder not in used and not _has_telling_name(folder, image_folder)
-        ]
+        possible = []
+        for image_folder in image_folders - paired_image_folders:
+            if not _has_telling_name(folder, image_folder):
+                possible.append(image_folder)
         chosen = None
-        if len(possible) == 1 and folder not in with_labels:
+        if len(possible) == 1 and folder not in paired_label_folders:
             (chosen,) = possible
         for file in files:
             images = [path for path in images_of[file] if os.path.dirname(path) == chosen]
@@ -470,6 +469,7 @@ def locate(tree: FileTree, name: str, label_file: str, part: str = "all") -> str
     file_name = name.rpartition("/")[2]
     images = tree.find_images(file_name) if file_name else []
     is_relative = not name.startswith(("/", "../"))
+    # The usual case: only one image has the file name.
     if len(images) == 1:
         (image,) = images
         if _names_sibling_folder(tree, image, name):
@@ -480,6 +480,7 @@ def locate(tree: FileTree, name: str, label_file: str, part: str = "all") -> str
             if named_part and part_of_image and named_part != part_of_image:
                 return []
             return image
+    # The name is a path below the label file's folder or below the root.
     folder = os.path.dirname(label_file)
     for base in (folder, tree.root):
         path = os.path.normpath(os.path.join(base, name.lstrip("/")))
@@ -487,8 +488,10 @@ def locate(tree: FileTree, name: str, label_file: str, part: str = "all") -> str
             continue
         if not (is_below(path, folder) or is_below(path, tree.root)):
             continue
-        if "/" in name or part == "all" or _part_of_image(tree, path) in (None, part):
+        has_folders = "/" in name
+        if has_folders or part == "all" or _part_of_image(tree, path) in (None, part):
             return path
+    # The name is a path outside of both, such as "../images/1.jpg".
     outside = os.path.normpath(os.path.join(folder, name))
     if not is_relative and os.path.isfile(outside):
         return outside

@@ -152,7 +152,7 @@ def recognize(tree: FileTree, wanted: str = "") -> Recognized:
     for root in tree.other_roots:
         nested.add(root)
     nested.preferred = tree.preferred
-    nested.others += _list_files_above(tree, folder)  # one of them may list the class names
+    nested.other_files += _list_files_above(tree, folder)  # one of them may list the class names
     inner = recognize(nested, chosen.format.name)
     return Recognized(inner.tree, chosen.format, inner.labels, notes=[*notes, *inner.notes])
 
@@ -161,7 +161,7 @@ def _list_files_above(tree: FileTree, folder: str) -> list[str]:
     """Returns the files directly in the parents of a folder, up to the root, but no label files."""
     label_files = {path for files in tree.label_files.values() for path in files}
     files_above = []
-    for path in tree.others:
+    for path in tree.other_files:
         parent = os.path.dirname(path)
         if path not in label_files and is_below(folder, parent) and parent != folder:
             files_above.append(path)
@@ -352,10 +352,10 @@ def _find_refusal(tree: FileTree) -> str | None:
         if has_unknown_boxes(path):
             return f"has a table of unknown columns: {describe_columns(path)}"
     stems = {stem_of(path) for path in tree.images}
-    named_like_images = [path for path in tree.others if stem_of(path) in stems]
+    named_like_images = [path for path in tree.other_files if stem_of(path) in stems]
     if 2 * len(named_like_images) > len(stems) > 1:
         return f"has label files of an unknown kind, such as '{named_like_images[0]}': {_ACCEPTED}"
-    for path in tree.others:
+    for path in tree.other_files:
         format_name = _REFUSED_SUFFIXES.get(suffix_of(path))
         if format_name:
             return f"has a {format_name} file, which is not read ('{path}'): convert it to COCO"
@@ -364,7 +364,7 @@ def _find_refusal(tree: FileTree) -> str | None:
 
 def _list_tables(tree: FileTree) -> list[str]:
     """Returns the tables that may have labels."""
-    files = [tree.label_file] if tree.label_file else tree.others
+    files = [tree.label_file] if tree.label_file else tree.other_files
     return [path for path in files if suffix_of(path) in (".csv", ".tsv")]
 
 
@@ -384,7 +384,7 @@ def _explain_missing_labels(tree: FileTree) -> str:
         return describe_columns(tables[0])
     if not tree.all_images:
         archives = [
-            path for path in tree.others if suffix_of(path) in (".zip", ".7z", ".tar", ".gz")
+            path for path in tree.other_files if suffix_of(path) in (".zip", ".7z", ".tar", ".gz")
         ]
         if archives:
             return (
@@ -394,7 +394,7 @@ def _explain_missing_labels(tree: FileTree) -> str:
     if masks:
         return f"'{tree.root}' has masks, but no boxes, such as '{masks[0]}': {_ACCEPTED}"
     problem = "images without annotations"
-    suspicious = [path for path in tree.others if path.lower().endswith(_LABEL_SUFFIXES)]
+    suspicious = [path for path in tree.other_files if path.lower().endswith(_LABEL_SUFFIXES)]
     if suspicious:
         problem += f" (no labels were found in files such as '{suspicious[0]}')"
     return (

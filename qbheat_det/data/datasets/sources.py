@@ -512,7 +512,7 @@ def _account_for_other_files(
             LeftOut(kind=kind, where=f"'{file}'", reason=reason, item=item, is_fault=False)
         )
 
-    for file in (*tree.all_images, *tree.others):
+    for file in (*tree.all_images, *tree.other_files):
         if file in mentioned:
             continue
         is_image = file in tree.image_set
@@ -540,8 +540,8 @@ def _account_for_other_files(
     if tree.root != path and os.path.isdir(path):
         whole = FileTree(path)
         reason = "it is outside the folder of the data set"
-        for file in (*whole.all_images, *whole.others):
-            if not tree.has(file) and file not in mentioned and file not in tree.others:
+        for file in (*whole.all_images, *whole.other_files):
+            if not tree.has(file) and file not in mentioned and file not in tree.other_files:
                 item = "image" if file in whole.image_set else "other file"
                 leave_out(file, "outside the data set", reason, item)
         account.left_out += [link for link in whole.skipped if not tree.has(link.where)]

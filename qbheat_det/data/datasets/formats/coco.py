@@ -335,7 +335,10 @@ def _read_lists(file: str) -> dict[str, Any]:
 
 
 def _to_int(value: object) -> Any:
-    """Converts a float that is a whole number, such as 3.0, to an int. Returns others unchanged."""
+    """Converts a float that is a whole number, such as 3.0, to an int.
+
+    Returns any other value unchanged.
+    """
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value

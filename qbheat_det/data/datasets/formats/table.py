@@ -402,7 +402,7 @@ def _note_guesses(file: str, columns: Columns, names: Sequence[str]) -> list[str
 
 def _replace_codes(tree: FileTree, result: Labels) -> None:
     """Replaces class codes such as "/m/01g317" by names, if Open Images' table of them exists."""
-    tables = [path for path in tree.others if path.endswith(".csv")]
+    tables = [path for path in tree.other_files if path.endswith(".csv")]
     descriptions = [path for path in tables if os.path.basename(path).startswith(_DESCRIPTIONS)]
     if not descriptions:
         return

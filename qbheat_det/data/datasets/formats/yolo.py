@@ -205,7 +205,10 @@ def _parse_obj_data(text: str) -> dict[str, Any]:
 
 
 def _read_names(file: str, content: dict[str, Any]) -> list[str]:
-    """Returns the class names in the content of a manifest, see ``read_manifest``."""
+    """Returns the class names that a manifest lists, or that are in the file that it names.
+
+    Raises a ``UserError`` if there are no names, or their number differs from the manifest's.
+    """
     names: Any = content.get("names")
     if isinstance(names, str) and file.endswith(".data"):
         names_file = find_ending(names, _list_folders(file))
@@ -229,7 +232,7 @@ def _read_names(file: str, content: dict[str, Any]) -> list[str]:
 
 
 def _list_folders(file: str) -> list[str]:
-    """Returns the folder of a manifest, and some of its parents."""
+    """Returns the folder of a manifest and its ``_NUM_PARENTS`` nearest parents."""
     folders = [os.path.dirname(file)]
     for _ in range(_NUM_PARENTS):
         folders.append(os.path.dirname(folders[-1]))
@@ -335,7 +338,7 @@ def _open_manifest(tree: FileTree, file: str) -> _Lists:
     ]
     files = [file, *lists]
     notes = list(manifest.notes)
-    names_files = [path for path in tree.others if _has_names(path)]
+    names_files = [path for path in tree.other_files if _has_names(path)]
     if file.endswith(".data"):
         files += [path for path in names_files if _read_names_file(path) == manifest.names]
     for path in names_files:
@@ -349,7 +352,7 @@ def _open_folder(tree: FileTree, labels: LabelSet) -> _Lists:
     """Returns the label files and classes of a data set without a manifest."""
     names, files, notes = _find_names(tree, labels)
     base = os.path.join(tree.root, *labels.base)
-    folders = {os.path.dirname(path) for path in tree.others}
+    folders = {os.path.dirname(path) for path in tree.other_files}
     for folder in sorted(folders):
         if is_below(base, folder):
             for path in find_lists_of_parts(tree, folder).values():
@@ -509,7 +512,7 @@ def _find_names(tree: FileTree, labels: LabelSet) -> tuple[list[str], list[str],
     """
     base = os.path.join(tree.root, *labels.base)
     names_of: dict[str, list[str]] = {}  # by file
-    for path in tree.others:
+    for path in tree.other_files:
         if not _has_names(path) and not path.lower().endswith(_NAMES_SUFFIXES):
             continue
         if not is_below(path, base) and not is_below(base, os.path.dirname(path)):
