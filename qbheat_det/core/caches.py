@@ -1,7 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A temporary folder for caches if the home folder cannot be written, or does not exist.
+"""Moves caches to a temporary folder if the home folder is missing or read-only.
 
-Otherwise, this package and several libraries would fail or warn, each in its own way.
+In such a home folder, which is common in containers, this package and several libraries would fail
+or print warnings.
 """
 
 import logging
@@ -12,7 +13,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
-# Variables that name cache folders of libraries, and the folders that they use by default.
+# Environment variables for the cache folders of libraries, and the default folders.
 _LIBRARIES = {
     "FVCORE_CACHE": "~/.torch/iopath_cache",
     "MPLCONFIGDIR": "~/.config/matplotlib",
@@ -22,22 +23,23 @@ _LIBRARIES = {
 
 
 def use_writable_caches(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Sets the environment variables of caches whose default folders cannot be written.
+    """Sets environment variables so that all caches are in folders that can be written.
 
-    ``QBHEAT_CACHE`` becomes a temporary folder of the user, and one line is logged. The caches of
-    libraries become subfolders of it. Variables that are already set do not change. Child processes
-    inherit the variables.
+    If this package's cache folder cannot be written, ``QBHEAT_CACHE`` is set to a temporary folder,
+    and a warning is logged. If the default cache folder of a library cannot be written, its
+    variable is set to a subfolder of this package's cache folder. Variables that are already set do
+    not change. Child processes inherit the variables.
 
     Args:
-        environ: the variables to set. ~ depends on ``os.environ``.
+        environ: the environment variables, which are changed.
     """
-    # The folder of ``get_cache_dir``. Without a home folder, the path keeps its "~".
+    # The same folder as ``get_cache_dir`` returns. "~" remains if the user has no home folder.
     base = environ.get("XDG_CACHE_HOME") or "~/.cache"
     cache = Path(os.path.expanduser(environ.get("QBHEAT_CACHE") or f"{base}/qbheat_det"))
     if not _is_writable(cache):
         try:
             temporary = _make_temporary_folder()
-        except OSError:  # there is no temporary folder: whatever needs a cache fails
+        except OSError:  # without a temporary folder, nothing can be improved
             return
         if not environ.get("QBHEAT_CACHE"):
             environ["QBHEAT_CACHE"] = str(temporary)
@@ -52,7 +54,10 @@ def use_writable_caches(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether files can be created in a folder, or in the existing folder that will contain it."""
+    """Returns whether files can be created in a folder.
+
+    If the folder does not exist, the innermost parent that exists is checked.
+    """
     if folder.parts[:1] == ("~",):  # the user has no home folder
         return False
     try:
@@ -64,10 +69,10 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _make_temporary_folder() -> Path:
-    """Returns a temporary folder of the user, which later processes use again.
+    """Returns a temporary folder for this user. All processes of the user share it.
 
-    If another user can write to it or owns it, returns a new folder, because caches contain
-    programs that are executed.
+    If another user owns the folder or can write to it, returns a new one. Otherwise, that user
+    could place programs into the caches, which would then be executed.
     """
     if hasattr(os, "getuid"):
         folder = Path(tempfile.gettempdir()) / f"qbheat_det_{os.getuid()}"
@@ -83,7 +88,7 @@ def _make_temporary_folder() -> Path:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether a path is a folder that this user owns, and to which no other user can write."""
+    """Returns whether a path is a folder that this user owns and no other user can write to."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):
         return False

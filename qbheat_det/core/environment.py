@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The environment: Detectron2, the user's modules, versions, log levels, memory and CPU flags."""
+"""Functions for the environment: Detectron2, user modules, versions, memory and CPU features."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # tools that print --help do without
+if TYPE_CHECKING:  # importing torch would delay --help by seconds
     import torch
 
 # Not a requirement in setup.py: the package index has no release under the name detectron2.
@@ -26,14 +26,14 @@ _HOW_TO_INSTALL = (
     "official one with `pip install --no-build-isolation "
     "'git+https://github.com/facebookresearch/detectron2.git'`"
 )
-# Linux's names for bfloat16 products: of AVX-512, AMX and Arm.
+# Linux's names of CPU features for bfloat16 products: AVX-512, AMX and Arm.
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 VERSION = "0.2.0"
 """The version of this package; must equal the version in ``setup.py``."""
 _PACKAGES = ("torch", "torchvision", "detectron2", "qbheat_det", "timm", "numpy")
 _CODE = ("qbheat_det", "configs", "tools")
 _CHECKOUT = Path(__file__).resolve().parents[2]
-_MAX_KEPT_BYTES = 2**31 - 1
+_MAX_KEPT_BYTES = 2**31 - 1  # the largest value that mallopt accepts
 # Constants of glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
@@ -48,13 +48,13 @@ def require_detectron2() -> None:
 
 
 def import_own_modules() -> None:
-    """Imports the modules in ``$QBHEAT_IMPORT``, whose names are separated by commas.
+    """Imports the user's modules that the environment variable ``QBHEAT_IMPORT`` names.
 
-    The names are not in the config, because configs may be from untrusted sources and must not run
-    code.
+    Names are separated by commas. The config cannot name them, because a config may come from an
+    untrusted source and must not run code.
 
     Raises:
-        ImportError: a module is not found; the message explains where to put it.
+        ImportError: a module was not found. The message explains where to put it.
     """
     for entry in os.environ.get("QBHEAT_IMPORT", "").split(","):
         name = entry.strip()
@@ -63,8 +63,9 @@ def import_own_modules() -> None:
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
-            if error.name != name.split(".")[0] and error.name != name:
-                raise  # an import inside the module failed
+            is_user_module = error.name in (name, name.split(".")[0])
+            if not is_user_module:  # an import inside the user's module failed
+                raise
             raise ImportError(
                 f"QBHEAT_IMPORT names the module '{name}', which Python does not find: put the "
                 "folder that contains it on PYTHONPATH, or unset QBHEAT_IMPORT",
@@ -90,7 +91,7 @@ def find_commit() -> str:
 
     Returns "" for an installed wheel, or if git is not available.
     """
-    # In a git hook, GIT_DIR and similar variables may refer to a different repository.
+    # In a git hook, GIT_DIR and similar variables would select a different repository.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
 
     def git(*arguments: str) -> str:
@@ -118,7 +119,10 @@ def find_commit() -> str:
 
 @contextlib.contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Context that hides Python warnings, and messages below CRITICAL of the named loggers."""
+    """Context that hides all Python warnings, and all log messages except critical ones.
+
+    ``names`` are the names of the loggers whose messages are hidden.
+    """
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -133,10 +137,11 @@ def quiet(*names: str) -> Iterator[None]:
 
 
 def keep_freed_memory() -> bool:
-    """Makes malloc keep freed memory for later allocations. Returns False without glibc.
+    """Makes malloc keep freed memory for later allocations. Returns whether this is possible.
 
-    By default, glibc returns large blocks to the system, and the kernel fills new blocks with zeros
-    page by page. For feature maps of tens of megabytes, this takes as long as the computation.
+    By default, glibc returns large blocks to the system when they are freed. The kernel then has to
+    fill each new block with zeros. For feature maps of tens of megabytes, this takes as long as the
+    computation. Other C libraries do not have the setting.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -145,7 +150,7 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Returns freed memory, which ``keep_freed_memory`` has kept, to the system."""
+    """Returns memory that was freed after ``keep_freed_memory`` to the system. Needs glibc."""
     ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -159,12 +164,12 @@ def supports_bfloat16(device: "torch.device") -> bool:
 
 
 def read_cpu_flags() -> set[str]:
-    """Returns the CPU features under Linux's names; empty on other systems."""
+    """Returns Linux's names of the CPU's features. Returns an empty set on other systems."""
     return set(read_cpu_field("flags", "features").split())
 
 
 def read_cpu_field(*names: str) -> str:
-    """Returns the first field with one of ``names`` in ``/proc/cpuinfo``; "" if there is none."""
+    """Returns the value of the first field in ``/proc/cpuinfo`` with one of ``names``, or ""."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The exception for errors that users can fix, and how command-line tools print it."""
+"""The exceptions for errors that users can fix, and how command-line tools print them."""
 
 import errno
 import functools
@@ -23,7 +23,12 @@ class UserError(Exception):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised when a run ends because of the signal ``number``. ``code`` is the exit code."""
+    """A run was ended by a signal.
+
+    Attributes:
+        number: number of the signal.
+        code: exit code of the process, which is 128 plus the number.
+    """
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(message)
@@ -32,11 +37,12 @@ class Interrupted(KeyboardInterrupt):
 
 
 def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a tool's ``main``: prints a ``UserError`` as one line and exits with code 2.
+    """Decorates the ``main`` function of a tool to print errors without a traceback.
 
-    The error of a full disk is printed in the same way. After a signal, the exit code is 128 plus
-    the signal's number (130 for Ctrl-C). With ``QBHEAT_TRACEBACK=1`` in the environment, the
-    traceback of a ``UserError`` is printed too.
+    For a ``UserError`` or a full disk, the tool prints one line and exits with code 2. After a
+    signal, it exits with 128 plus the signal's number (130 for Ctrl-C). Other exceptions are not
+    caught. If the environment has ``QBHEAT_TRACEBACK=1``, the traceback of a ``UserError`` is
+    printed too.
     """
 
     @functools.wraps(main)
@@ -67,15 +73,15 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
 
 
 def find_user_message(text: str) -> str | None:
-    """Returns the message of the ``UserError`` at the end of a traceback's text, if there is one.
+    """Returns the message of the ``UserError`` that ends a printed traceback, or None.
 
-    Workers of data loaders and spawned processes report their errors as such texts.
+    Workers of data loaders and other processes send their errors to the main process in this form.
     """
-    _, marker, sentence = text.rpartition(f"{UserError.__module__}.{UserError.__name__}: ")
+    _, marker, message = text.rpartition(f"{UserError.__module__}.{UserError.__name__}: ")
     # If another traceback follows, the text ends with a different error.
-    if not marker or "Traceback (most recent call" in sentence:
+    if not marker or "Traceback (most recent call" in message:
         return None
-    return sentence.strip()
+    return message.strip()
 
 
 def is_lost_peer(error: BaseException | None) -> bool:

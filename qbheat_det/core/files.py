@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Atomic writes, inter-process locks, SHA-256, and dataclasses from untrusted JSON."""
+"""Atomic writes, locks between processes, checksums, and parsing of untrusted JSON."""
 
 import contextlib
 import dataclasses
@@ -21,15 +21,15 @@ from filelock import FileLock, Timeout
 
 from .errors import UserError
 
-if TYPE_CHECKING:  # tools that print --help do without
+if TYPE_CHECKING:  # importing torch would delay --help by seconds
     from torch import Tensor
 if sys.platform != "win32":
     import fcntl
 
 logger = logging.getLogger(__name__)
 
-# No reader mistakes a hidden file with this suffix for a checkpoint.
-_SUFFIX = ".incomplete"
+# Suffix of a file that is being written. It is also hidden, so that it is never read by mistake.
+_PARTIAL_SUFFIX = ".incomplete"
 _NO_RIGHTS = "you may not write there; change the folder's rights, or choose another one"
 _NO_FOLDER = "a file exists where a folder is needed; choose another folder"
 _ADVICE = {
@@ -50,11 +50,17 @@ _ADVICE = {
 def write_atomically(
     path: str | os.PathLike[str], write: bytes | Callable[[BinaryIO], object]
 ) -> None:
-    """Writes a file so that it always has either the complete new content or the old content.
+    """Replaces a file so that readers see either the complete new content or the old content.
 
-    Writes a temporary file in the same folder, syncs it to the disk and renames it. Creates missing
-    folders. ``write`` is the content, or a function that writes the content to a stream. Raises a
-    ``UserError`` if the file cannot be written; the old file is then unchanged.
+    Writes a temporary file in the same folder, flushes it to the disk, and renames it. Missing
+    folders are created.
+
+    Args:
+        path: path of the file.
+        write: the new content, or a function that writes it to a stream.
+
+    Raises:
+        UserError: the file cannot be written. The old file is unchanged.
     """
     target = Path(path)
     try:
@@ -62,24 +68,26 @@ def write_atomically(
         partial, stream = _open_partial(target)
         try:
             _write_to_disk(stream, write)
-            if sys.platform == "win32":  # open files have no locks and keep their names there
+            if sys.platform == "win32":  # Windows cannot rename open files
                 stream.close()
-            os.replace(partial, target)  # still locked
+            # The file is still locked here, so no other process can remove it.
+            os.replace(partial, target)
         except BaseException:
-            with contextlib.suppress(OSError):  # closing writes the rest of the buffer again
+            # Closing writes the rest of the buffer, which fails again on a full disk.
+            with contextlib.suppress(OSError):
                 stream.close()
             partial.unlink(missing_ok=True)
             raise
         stream.close()
         _sync_folder(target.parent)
     except OSError as error:
-        raise _refuse(target, error) from error
+        raise _explain_write_error(target, error) from error
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raises a ``UserError`` if a file cannot be written; creates no file or folder.
+    """Raises a ``UserError`` if a file cannot be written. Does not create files or folders.
 
-    Call it before a long computation whose results will be written to ``path``.
+    Used before a long computation whose result will be written to ``path``.
     """
     target = Path(path)
     try:
@@ -91,7 +99,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         if not os.access(ancestor, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "")
     except OSError as error:
-        raise _refuse(target, error) from error
+        raise _explain_write_error(target, error) from error
 
 
 def check_output(output: Path, suffix: str, *, overwrite: bool) -> None:
@@ -104,65 +112,78 @@ def check_output(output: Path, suffix: str, *, overwrite: bool) -> None:
 
 
 def replace_folders(*paths: str | os.PathLike[str]) -> None:
-    """Creates empty folders, in place of those that this function created before.
+    """Creates folders. Deletes existing ones, if this function has created them before.
 
-    Raises a ``UserError`` if a folder has other files, or cannot be written. All folders are
-    checked before any is deleted.
+    A hidden file marks the folders that this function has created. Raises a ``UserError``, before
+    any folder is deleted, if a folder has files but not this mark. Also raises a ``UserError`` if a
+    folder cannot be written.
     """
     mark = ".replaceable"
     for folder in map(Path, paths):
-        if folder.is_dir() and any(folder.iterdir()) and not (folder / mark).exists():
+        has_files = folder.is_dir() and any(folder.iterdir())
+        if has_files and not (folder / mark).exists():
             raise UserError(f"'{folder}' has files that would be replaced: choose another --output")
     for folder in map(Path, paths):
         shutil.rmtree(folder, ignore_errors=True)
         write_atomically(folder / mark, b"")
 
 
-def _refuse(target: Path, error: OSError) -> UserError:
+def _explain_write_error(target: Path, error: OSError) -> UserError:
+    """Converts an error of writing ``target`` to a ``UserError`` with advice."""
     reason = _ADVICE.get(error.errno or 0, error.strerror or str(error))
     return UserError(f"cannot write '{target}': {reason} (an existing file is unchanged)")
 
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> None:
-    """Removes incomplete files of killed processes, except files that are still being written."""
-    for partial in Path(folder).glob(f".*{_SUFFIX}"):
-        # Errors: a process is writing the file, it no longer exists, or there is no permission.
+    """Removes files that killed processes have left incomplete. Files in work are kept."""
+    for partial in Path(folder).glob(f".*{_PARTIAL_SUFFIX}"):
+        # An OSError means that a process is writing the file, or that it cannot be removed.
         with contextlib.suppress(OSError), open(partial, "r+b") as stream:
             _lock(stream)
             partial.unlink()
 
 
 class _Stream(io.BufferedWriter):
-    """Stores the error of a failed write, because ``torch.save`` raises another error instead."""
+    """A buffered file that stores the error of a failed write.
 
-    fault: OSError | None = None
+    ``torch.save`` hides this error, for example that the disk is full, behind one of its own.
+
+    Attributes:
+        write_error: the error of the last write that failed; None if none did.
+    """
+
+    write_error: OSError | None = None
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            self.fault = error
+            self.write_error = error
             raise
 
 
 def _open_partial(target: Path) -> tuple[Path, _Stream]:
-    """Opens a new file next to the target, locked so that no process removes it as a leftover."""
+    """Creates a hidden file next to the target. Returns its path and the open file.
+
+    The file is locked, so that ``remove_leftovers`` of another process does not remove it.
+    """
     while True:
-        partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{_SUFFIX}")
+        partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{_PARTIAL_SUFFIX}")
         stream = _Stream(io.FileIO(partial, "xb"))
         try:
             _lock(stream)
         except BlockingIOError:  # another process is removing it
             stream.close()
             continue
-        except OSError:  # not every file system has locks
+        except OSError:  # the file system has no locks
             pass
-        if partial.exists():  # else another process has removed it before it was locked
+        if partial.exists():
             return partial, stream
-        stream.close()
+        stream.close()  # another process has removed the file before it was locked
 
 
 def _write_to_disk(stream: _Stream, write: bytes | Callable[[BinaryIO], object]) -> None:
+    """Writes the content and flushes it to the disk. Raises the original error if this fails."""
     try:
         if isinstance(write, bytes):
             stream.write(write)
@@ -171,17 +192,19 @@ def _write_to_disk(stream: _Stream, write: bytes | Callable[[BinaryIO], object])
         stream.flush()
         os.fsync(stream.fileno())
     except Exception:
-        if stream.fault is not None:
-            raise stream.fault from None
+        if stream.write_error is not None:
+            raise stream.write_error from None
         raise
 
 
 def _lock(stream: BinaryIO) -> None:
+    """Locks a file. Raises a ``BlockingIOError`` if another process has locked it."""
     if sys.platform != "win32":
         fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _sync_folder(folder: Path) -> None:
+    """Flushes a folder to the disk, so that a renamed file keeps its new name after a crash."""
     with contextlib.suppress(OSError):  # some file systems cannot sync folders
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -192,10 +215,13 @@ def _sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def file_lock(path: str | os.PathLike[str], waiting: str = "") -> Iterator[None]:
-    """Context with an inter-process lock, which the system releases if this process is killed.
+    """Context in which only one process can be at a time. Others wait.
 
-    ``path`` is a file that is used only for the lock, and is not removed. ``waiting`` is logged if
-    another process has the lock.
+    The system releases the lock if the process is killed.
+
+    Args:
+        path: file that is used only for the lock. It is created, and not removed.
+        waiting: message that is logged if this process has to wait; "" for none.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
@@ -229,7 +255,10 @@ def hash_file(path: str | os.PathLike[str]) -> str:
 
 
 def hash_tensors(tensors: Mapping[str, "Tensor"]) -> str:
-    """Returns the SHA-256 of tensors: names, dtypes, shapes, values. Ignores device and order."""
+    """Returns the SHA-256 of the names, dtypes, shapes and values of tensors, in hexadecimal.
+
+    The devices of the tensors and their order in the mapping do not matter.
+    """
     import torch
 
     digest = hashlib.sha256()
@@ -241,24 +270,31 @@ def hash_tensors(tensors: Mapping[str, "Tensor"]) -> str:
 
 
 def parse_record(kind: Any, value: Any, where: str) -> Any:
-    """Converts JSON data to the type ``kind``: a dataclass, tuple, ``X | None`` or plain type.
+    """Converts a JSON value to a type, and checks it.
 
-    Integers must not be negative, and floats must be finite. If a field is unknown, missing or of
-    the wrong type, raises a ``UserError`` that names the field. ``where`` describes the value in
-    the message.
+    Integers must not be negative, and floats must be finite.
+
+    Args:
+        kind: the type: a dataclass, a tuple type, a ``Literal``, ``X | None``, or a plain type.
+        value: the value from a JSON file.
+        where: location of the value, for messages.
+
+    Raises:
+        UserError: a field is unknown, missing or of the wrong type. The message names the field.
     """
     arguments = get_args(kind)
     origin = get_origin(kind)
     expected = getattr(kind, "__name__", kind)
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         return _parse_dataclass(kind, value, where)
-    if origin is UnionType:
+    if origin is UnionType:  # X | None
         if value is None:
             return None
         return parse_record(arguments[0], value, where)
-    if origin is tuple:
+    if origin is tuple:  # tuple[X, ...] or tuple[X, X]
+        has_any_length = ... in arguments
         is_list = isinstance(value, list | tuple)
-        if is_list and (... in arguments or len(value) == len(arguments)):
+        if is_list and (has_any_length or len(value) == len(arguments)):
             return tuple(
                 parse_record(arguments[0], item, f"{where}[{index}]")
                 for index, item in enumerate(value)
@@ -273,6 +309,7 @@ def parse_record(kind: Any, value: Any, where: str) -> Any:
 
 
 def _parse_dataclass(kind: Any, value: dict[str, Any], where: str) -> Any:
+    """Converts a JSON object to the dataclass ``kind``."""
     fields = dataclasses.fields(kind)
     unknown = value.keys() - {field.name for field in fields}
     if unknown:
@@ -289,8 +326,11 @@ def _parse_dataclass(kind: Any, value: dict[str, Any], where: str) -> Any:
 
 
 def _is_valid(kind: type, value: Any) -> bool:
-    """Whether a value has a plain type. Floats must be finite, and integers not negative."""
-    if kind is float:  # NaN compares as false, and integers in JSON have no upper bound
+    """Returns whether a value is a valid str, bool, int or float.
+
+    Floats must be finite, and integers must not be negative.
+    """
+    if kind is float:  # the comparison is false for nan; integers in JSON have no upper bound
         return type(value) in (int, float) and abs(value) < 1e300
     if kind is int:
         return type(value) is int and value >= 0

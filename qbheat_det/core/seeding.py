@@ -1,9 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Seeds for steps, images and views, computed from the run's seed and a position.
+"""Seeds of random generators, computed from the seed of a run and a position in it.
 
-Therefore a resumed run needs no saved generator states. The seed of a step depends on its number
-and the process. The seed of an augmented image depends on its position in the data stream. The seed
-of a fixed view depends on the name of the image and the number of the view.
+The seed of a training step depends on the number of the step and the rank of the process. The seed
+of an augmented image depends on its position in the stream of images. The seed of a fixed view
+depends on the name of the image and the number of the view. A resumed run computes the same seeds
+again, so checkpoints need not store the states of random generators.
 """
 
 import random
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-# Second number of each seed, so that images, steps and fixed views never have equal seeds.
+# The second integer of each seed, so that images, steps and fixed views never have equal seeds.
 IMAGE = 1
 STEP = 2
 VIEW = 3
@@ -22,10 +23,10 @@ _CUDA = 3  # appended to the seed of a step, so that GPU and CPU draw different 
 
 
 def seed_place(*place: int) -> None:
-    """Seeds the CPU generators of Python, NumPy and torch from non-negative integers.
+    """Seeds the CPU generators of Python, NumPy and torch by a sequence of non-negative integers.
 
-    Different sequences of integers give independent random numbers, except that trailing zeros make
-    no difference: (1, 2) equals (1, 2, 0).
+    Different sequences give independent random numbers. Trailing zeros make no difference: (1, 2)
+    and (1, 2, 0) give the same numbers.
     """
     words = np.random.SeedSequence(place).generate_state(4)
     random.seed(int(words[0]))
@@ -37,17 +38,23 @@ def seed_place(*place: int) -> None:
 def seed_step(seed: int, iteration: int, rank: int) -> None:
     """Seeds Python, NumPy and torch, on the CPU and on this process's GPU, for one step.
 
-    Equal arguments give equal dropout, so checkpoints need not store a random state.
+    Equal arguments give equal random numbers, such as those of dropout.
+
+    Args:
+        seed: seed of the run.
+        iteration: number of the step.
+        rank: rank of the process.
     """
     seed_place(seed, STEP, iteration, rank)
     if torch.cuda.is_available():
         sequence = np.random.SeedSequence((seed, STEP, iteration, rank, _CUDA))
-        torch.cuda.manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+        gpu_seed = sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)  # 63 bits
+        torch.cuda.manual_seed(int(gpu_seed))
 
 
 @contextmanager
 def preserved_randomness() -> Iterator[None]:
-    """Restores the CPU generators of Python, NumPy and torch on exit."""
+    """Context that restores the states of the CPU generators of Python, NumPy and torch on exit."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     torch_state = torch.get_rng_state()
@@ -61,9 +68,9 @@ def preserved_randomness() -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Context manager that sets a model to eval mode, and disables gradients.
+    """Context in which a model is in eval mode, and gradients are disabled.
 
-    On exit, restores the mode of each module and the random generators.
+    On exit, the training mode of each module and the states of the random generators are restored.
     """
     modes = [(module, module.training) for module in model.modules()]
     devices = {parameter.device for parameter in model.parameters()}

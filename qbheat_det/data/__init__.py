@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Data sets, mappers, image reading, and the iterator over training batches.
 
-Importing this package registers the built-in sets, see ``register_builtin_sets``.
+Importing this package registers the built-in data sets.
 """
 
 from .checks import DataError, find_record_errors, join_messages, raise_first

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The class of data set errors, and checks of loaded records."""
+"""``DataError``, a problem in a data set, and checks of the records of a data set."""
 
 import math
 from array import array
@@ -25,9 +25,9 @@ class DataError:
     Mappers return a ``DataError`` for an unreadable image, which is then skipped.
 
     Attributes:
-        kind: category of the error, such as ``"unreadable image"``.
-        where: file and id, such as ``"train.json: annotation id 7"``.
-        reason: explanation of the problem, and its solution if it is not obvious.
+        kind: type of the problem, such as ``"unreadable image"``.
+        where: file, and line or id in it, such as ``"train.json: annotation id 7"``.
+        reason: explanation for the user, and its solution if it is not obvious.
     """
 
     kind: str
@@ -56,14 +56,17 @@ def join_messages(errors: Iterable[DataError]) -> str:
 
 
 def count_files(records: Sequence[Record]) -> int:
-    """Returns the number of image files. Each record without a file counts as one."""
+    """Returns the number of different image files. A record without a file counts as a file."""
     return len({record.get("file_name", index) for index, record in enumerate(records)})
 
 
 def refuse_broken_half(errors: Mapping[str, DataError], num_files: int, use: str) -> None:
-    """Raises a ``UserError`` if more than half of ``num_files`` images have an error.
+    """Raises a ``UserError`` if more than half of the images cannot be read.
 
-    ``errors`` maps each broken image to its error, and ``use`` names what the images are for.
+    Args:
+        errors: maps each image that cannot be read to its error.
+        num_files: number of all images.
+        use: what the images are for, for the message.
     """
     if 2 * len(errors) > num_files:
         raise UserError(
@@ -74,13 +77,13 @@ def refuse_broken_half(errors: Mapping[str, DataError], num_files: int, use: str
 
 
 def check_input_keys(*rows: tuple[str, object, bool, str]) -> None:
-    """Raises a ``UserError`` for the first row whose value is invalid.
+    """Raises a ``UserError`` for the first config value that is invalid.
 
-    A row has a key of ``INPUT``, its value, whether it is valid, and a text with the valid values.
+    Each row is (key in ``INPUT``, value, whether the value is valid, description of valid values).
     """
-    for key, value, is_valid, must in rows:
+    for key, value, is_valid, valid_values in rows:
         if not is_valid:
-            raise UserError(f"INPUT.{key} must be {must}, but is {value!r}")
+            raise UserError(f"INPUT.{key} must be {valid_values}, but is {value!r}")
 
 
 def find_record_errors(
@@ -92,10 +95,15 @@ def find_record_errors(
     mask_format: MaskFormat | None = None,
     longest: float = math.inf,
 ) -> list[DataError]:
-    """Returns all errors in the loaded records of a data set.
+    """Returns all errors in the records of a data set. Does not read the image files.
 
-    ``filter_empty`` is ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` in training. ``mask_format`` is
-    ``INPUT.MASK_FORMAT`` if ``MODEL.MASK_ON``. ``longest`` is the longest side of resized images.
+    Args:
+        name: name of the data set, for messages.
+        dataset_dicts: the records, in Detectron2's format.
+        num_classes: number of classes.
+        filter_empty: whether images without boxes are left out.
+        mask_format: format that all masks must have; None if masks are not used.
+        longest: longest side of resized images, in pixels.
     """
     if not dataset_dicts:
         return [DataError("empty dataset", f"dataset '{name}'", "it has no images")]
@@ -118,13 +126,14 @@ def find_record_errors(
 
 
 def find_elongation(sides: Sequence[int], longest: float) -> str | None:
-    """Returns the error of an image whose shorter side would be resized to zero pixels, or None.
+    """Returns an error if an image's shorter side would be below one pixel after resizing, or None.
 
-    ``sides`` are its height and width, in any order. ``longest`` is the longest side of resized
-    images. All are in pixels.
+    Args:
+        sides: height and width of the image in pixels, in any order.
+        longest: length in pixels to which the longer side is resized.
     """
     shorter, longer = sorted(sides)
-    if shorter * longest >= longer:
+    if shorter * longest >= longer:  # the resized shorter side is shorter * longest / longer
         return None
     return f"{longer} x {shorter} pixels is too elongated to be resized"
 
@@ -132,7 +141,7 @@ def find_elongation(sides: Sequence[int], longest: float) -> str | None:
 def _find_object_errors(
     annotation: dict[str, Any], record: Record, num_classes: int, mask_format: MaskFormat | None
 ) -> Iterator[tuple[str, str]]:
-    """Yields (kind, reason) of each error in one object of a record."""
+    """Yields (``DataError.kind``, ``DataError.reason``) of each error in an annotation."""
     class_index = annotation.get("category_id")
     if type(class_index) is not int or not 0 <= class_index < num_classes:
         yield (
@@ -183,11 +192,11 @@ def find_box_error(box: object, image_size: tuple[float, float]) -> str | None:
 
 
 def are_numbers(values: object, largest: float) -> bool:
-    """Returns whether a value is a list of numbers up to ``largest`` in magnitude, without nan."""
+    """Returns whether a value is a list of numbers from -``largest`` to ``largest``, and no nan."""
     if not isinstance(values, list):
         return False
     try:
-        numbers = array("d", values)
+        numbers = array("d", values)  # long polygons are converted faster than in a loop
     except (TypeError, OverflowError):
         return False
     if not numbers:
@@ -205,7 +214,7 @@ def short(value: object) -> str:
 
 
 def _to_xywh(box: Any, mode: BoxMode) -> object:
-    """Converts a box of a mode to [x, y, width, height]. Returns an invalid box as it is."""
+    """Converts a box, XYXY or XYWH, to [x, y, width, height]. Returns an invalid box unchanged."""
     try:
         x, y, third, fourth = map(float, box)
     except (OverflowError, TypeError, ValueError):

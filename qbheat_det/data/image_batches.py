@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Batches of images for evaluation, with one or several views per image.
+"""Batches of images for evaluation, with one view or several views per image.
 
-The key "place" of a record selects its view: it names the quarter of the image that stays visible.
+A view shows one quarter of the image. The key "place" of a record names this quarter.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,9 +25,12 @@ BATCH_SIZE = 64
 class ImageBatches(Iterable[list[dict[str, Any]]]):
     """Iterates over the images of a data set in batches and in order, any number of times.
 
-    ``skipped`` maps each unreadable image to its error, and ``num_files`` is the number of images
-    of all processes. The batches do not use the shared memory of the worker processes, so callers
-    may keep any number of them.
+    Callers may keep any number of batches, because these do not use the shared memory of worker
+    processes. A batch has fewer images if some of its images cannot be read.
+
+    Attributes:
+        skipped: maps each image that this process could not read to its error.
+        num_files: number of images of all processes.
     """
 
     def __init__(
@@ -81,10 +84,16 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
 def with_views(
     records: Sequence[dict[str, Any]], views: Iterable[Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """Returns each record once per view, with the key "place": the visible quarter of the image.
+    """Returns each record once per view. The key "place" names the quarter that the view shows.
 
-    Each element of ``views`` lists the quarters of one view, which the images use in turn. If it
-    lists none, "place" is not added. The views of an image are adjacent.
+    Args:
+        records: records of the images.
+        views: for each view, the names of the quarters that the images use in turn: image i uses
+            the name i modulo their number. An empty list is a view of the whole image, without the
+            key "place".
+
+    Returns:
+        The records of all views. Those of one image are adjacent.
     """
     quarters_of_views = list(views)
     repeated = []

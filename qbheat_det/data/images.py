@@ -1,12 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Reads image files upright, crops without decoding more pixels than needed, and checks files.
+"""Reads and checks image files. EXIF orientations are applied, so that images are upright.
 
-A crop is chosen from the size in the file header, before decoding. If the crop will be scaled down,
-a JPEG is decoded at 1/2, 1/4 or 1/8 of its size (Pillow's ``draft``). The result differs slightly
-from full decoding, as box resizing differs from bilinear resizing.
+To save time, a JPEG that will be scaled down is decoded at 1/2, 1/4 or 1/8 of its size (Pillow's
+``draft``). The pixels differ slightly from those of full decoding.
 
-For a JPEG, a check reads only the header and the last bytes, so it misses damage in the middle. If
-these bytes look wrong, or the file has another format, it is decoded as in training.
+The check of a JPEG reads only its header and its last bytes, so it misses damage in the middle. If
+they are wrong, or if the file has another format, the file is decoded as in training.
 """
 
 import errno
@@ -46,7 +45,7 @@ _ORIENTATION = 0x0112  # EXIF tag; its values from 5 on swap width and height
 # Other formats are unsafe: for EPS, Pillow would start another program.
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
 REDUCTIONS: tuple[int, ...] = (8, 4, 2)  # factors by which JPEGs are scaled down in decoding
-_CHUNK = 32  # number of items that a thread takes at once
+_CHUNK = 32  # number of items that a thread processes as one task
 _END_OF_JPEG = b"\xff\xd9"
 _RGB = ImageReadMode.RGB.value
 # Errors of the process, such as too many open files, which say nothing about a file.
@@ -55,13 +54,18 @@ _CLIPPED = "pixels of mode {} would be clipped to 8 bits: convert the file"
 
 
 class ImageFile:
-    """An open image file that is not decoded yet. Its EXIF orientation is applied."""
+    """An open image file, of which only the header has been read.
+
+    Attributes:
+        width, height: size of the upright image in pixels.
+    """
 
     def __init__(self, file: BinaryIO, image: Image.Image) -> None:
-        """``image`` is Pillow's image of the open ``file``."""
+        """``image`` is the result of Pillow's ``Image.open`` for the open ``file``."""
         self._is_jpeg = image.format in ("JPEG", "MPO")
         if not self._is_jpeg:
-            image.load()  # EXIF may come last in PNG; for TIFF, see ``turn_upright``
+            # In a PNG, the orientation may follow the pixels. A TIFF is turned by ``load``.
+            image.load()
         self._file = file
         self._image = image
         self._format = image.format
@@ -69,44 +73,60 @@ class ImageFile:
         self.width, self.height = find_upright_size(image)
 
     def decode(self, reduction: int = 1) -> Tensor:
-        """Decodes the image to (height, width, 3), uint8, RGB. It can be called only once.
+        """Decodes the upright image. It can be called only once.
 
-        A JPEG is scaled down by ``reduction``, which is 1, 2, 4 or 8, with the size rounded up.
-        Pixel i of the result covers pixels i * reduction to (i + 1) * reduction - 1 of the file.
+        Args:
+            reduction: factor by which a JPEG is scaled down: 1, 2, 4 or 8. Each pixel of the result
+                is about the mean of ``reduction`` x ``reduction`` pixels of the file. The height
+                and width are rounded up. Other formats are not scaled.
+
+        Returns:
+            The pixels (h, w, 3), uint8, RGB.
         """
         if reduction > 1:
             width, height = self._image.size
             self._image.draft("RGB", (max(1, width // reduction), max(1, height // reduction)))
         elif self._is_jpeg and not self._is_turned and self._image.mode in ("RGB", "L"):
             # libjpeg-turbo gives the same pixels in torchvision as in Pillow, with fewer copies.
-            with suppress(AttributeError, RuntimeError):  # no such operator, or a broken file
+            # If torchvision lacks the operator, or the file is broken, Pillow decodes it below.
+            with suppress(AttributeError, RuntimeError):
                 self._file.seek(0)
                 content = torch.frombuffer(bytearray(self._file.read()), dtype=torch.uint8)
                 return torch.ops.image.decode_jpeg(content, _RGB).permute(1, 2, 0)
         return torch.from_numpy(np.array(_to_rgb(turn_upright(self._image), self._format)))
 
     def read(self, box: Box, at_least: int) -> Tensor:
-        """Decodes the crop in a box to (h, w, 3), uint8, RGB. It can be called only once.
+        """Decodes a crop of the upright image. It can be called only once.
 
-        Large crops may be decoded at a lower resolution, but their shorter side stays at least
-        ``at_least``. Smaller crops are not scaled.
+        Args:
+            box: the crop, in pixels of the upright image.
+            at_least: smallest shorter side of the result, in pixels. A larger crop of a JPEG is
+                decoded at 1/2, 1/4 or 1/8 of its size, if its shorter side stays as long as this.
+
+        Returns:
+            The pixels (h, w, 3), uint8, RGB.
         """
         left, top, right, bottom = box
         shorter_side = min(right - left, bottom - top)
+        # The largest possible reduction.
         reduction = next((by for by in REDUCTIONS if shorter_side >= by * at_least), 1)
         pixels = self.decode(reduction)
-        if reduction > 1 and pixels.shape[:2] != (self.height, self.width):
+        is_reduced = pixels.shape[:2] != (self.height, self.width)  # other formats never are
+        if reduction > 1 and is_reduced:
             left, top, right, bottom = _scale_down(box, reduction)
         return pixels[top:bottom, left:right]
 
 
 @contextmanager
 def open_image(path: str) -> Iterator[ImageFile]:
-    """Opens an image file. The exceptions for broken files depend on the decoder."""
+    """Context that opens an image file, in one of ``IMAGE_FORMATS``, and reads its header.
+
+    Raises an ``UnidentifiedImageError`` for other files. Broken files raise exceptions of any type.
+    """
     with PathManager.open(path, "rb") as file:
         try:
             image = Image.open(file, formats=IMAGE_FORMATS)
-        except UnidentifiedImageError:  # Pillow's message has a temporary name
+        except UnidentifiedImageError:  # Pillow's message is about the open stream
             raise UnidentifiedImageError("not an image") from None
         with image:
             yield ImageFile(file, image)
@@ -114,9 +134,9 @@ def open_image(path: str) -> Iterator[ImageFile]:
 
 def resize(pixels: Tensor, height: int, width: int) -> Tensor:
     """Resizes an image (h, w, 3) to (3, height, width), uint8, bilinear with antialiasing."""
-    # PyTorch's uint8 kernel takes half the time of Pillow's or less, and is fastest if it sees a
-    # channels-last batch, as here. The results differ by rounding.
-    planes = pixels[None].permute(0, 3, 1, 2)
+    # PyTorch's uint8 kernel needs at most half the time of Pillow's. It is fastest for a batch in
+    # channels-last memory format, as here. The results differ by rounding.
+    planes = pixels[None].permute(0, 3, 1, 2)  # (1, 3, h, w)
     return F.interpolate(planes, (height, width), mode="bilinear", antialias=True)[0]
 
 
@@ -150,7 +170,7 @@ def turn_upright(image: Image.Image) -> Image.Image:
 
 
 def read_image(path: str, format: str | None = None) -> npt.NDArray[Any]:
-    """Reads an upright image like Detectron2's ``read_image``, see ``turn_upright``.
+    """Reads an image like Detectron2's ``read_image``, but turns each image upright exactly once.
 
     Args:
         path: the file, in any format that Pillow can read.
@@ -164,7 +184,7 @@ def read_image(path: str, format: str | None = None) -> npt.NDArray[Any]:
 
 
 def _scale_down(box: Box, reduction: int) -> Box:
-    """Scales a box to integer pixels of a reduced image. The result is never empty."""
+    """Divides a box by ``reduction``, rounded to pixels. The result has at least one pixel."""
     scale = 1 / reduction
     left, top, right, bottom = (round(edge * scale) for edge in box)
     right = max(1, right)
@@ -173,7 +193,10 @@ def _scale_down(box: Box, reduction: int) -> Box:
 
 
 def _to_rgb(image: Image.Image, format: str | None) -> Image.Image:
-    """Converts to RGB like Detectron2, but scales 16-bit grayscale to 8 bits without clipping."""
+    """Converts an image to 8-bit RGB like Detectron2, but scales 16-bit grayscale to 8 bits.
+
+    Detectron2 clips it instead. Raises a ``ValueError`` for 32-bit pixels, whose range is unknown.
+    """
     if image.mode.startswith("I;16") or (image.mode == "I" and format == "PNG"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):
@@ -190,8 +213,11 @@ def run_threads(
     title: str,
     num_threads: int = 8,
 ) -> Iterator[T]:
-    """Runs a function on all items in threads with a progress bar. Yields results in order."""
-    # A task of one item would take longer to pass to a thread than to run.
+    """Yields the result of a function for each item, in order. Threads compute the results.
+
+    ``title`` is the title of the progress bar.
+    """
+    # Items are passed in chunks: passing a single item to a thread may take longer than its task.
     chunks = [items[start : start + _CHUNK] for start in range(0, len(items), _CHUNK)]
     with (
         ThreadPoolExecutor(num_threads) as pool,
@@ -218,7 +244,7 @@ def match_image_errors(dataset_dicts: Sequence[dict[str, Any]]) -> dict[str, Dat
 
 
 def _find_image_error(record: dict[str, Any]) -> DataError | None:
-    """Returns the error of one record's image file, or None, see ``find_image_errors``."""
+    """Returns the error of a record's image file, or None if training can use the file."""
     path = record["file_name"]
     where = f"image {path!r}"
     if "image_id" in record:
@@ -252,7 +278,7 @@ def name_unreadable(path: str, error: Exception) -> DataError:
 
 
 def is_readable(record: dict[str, Any]) -> bool:
-    """Whether training can use the image file of a record, which is decoded as a whole."""
+    """Returns whether training can use the image file of a record. Decodes the whole file."""
     path = record["file_name"]
     return _find_decoding_error(path, record, f"image {path!r}") is None
 
@@ -265,7 +291,7 @@ def check_depth(path: str) -> None:
 
 
 def _is_whole_jpeg(file: BinaryIO, record: dict[str, Any]) -> bool:
-    """Whether a JPEG has the annotated size, and ends with the mark of a whole JPEG."""
+    """Returns whether a file is a JPEG of the annotated size that ends with the end marker."""
     try:
         with Image.open(file, formats=["JPEG"]) as image:
             width, height = find_upright_size(image)
@@ -278,7 +304,13 @@ def _is_whole_jpeg(file: BinaryIO, record: dict[str, Any]) -> bool:
 
 
 def _find_decoding_error(path: str, record: dict[str, Any], where: str) -> DataError | None:
-    """Decodes a file as in training. Returns the error at ``where`` if this fails, or None."""
+    """Decodes an image file as in training. Returns an error if this fails, or None.
+
+    Args:
+        path: path of the file.
+        record: record of the image. The size must be the annotated one, if it has one.
+        where: name of the image, for the error.
+    """
     try:
         with PathManager.open(path, "rb") as file, Image.open(file) as image:
             mode = image.mode
@@ -305,7 +337,7 @@ def _find_decoding_error(path: str, record: dict[str, Any], where: str) -> DataE
 
 
 def read_sizes(paths: Sequence[str]) -> Iterator["Size | DataError"]:
-    """Yields (width, height) of each image after its EXIF rotation, or an error."""
+    """Yields (width, height) of each upright image, or an error if it cannot be read."""
     return run_threads(_read_size, paths, "Reading image sizes")
 
 

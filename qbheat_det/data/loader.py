@@ -1,9 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The infinite iterator over training batches, which can start at any step.
 
-The images of a step and their augmentation depend only on the seed, not on the number of processes
-or workers. Each process computes the indices of the whole batch with Detectron2's samplers, and
-loads its part of the images. Starting at a later step does not load the images of earlier steps.
+The images of a step and their augmentation depend only on the seed, and not on the number of
+processes or workers. To this end, each process computes the indices of the whole batch with
+Detectron2's sampler, and then loads only its share of the images. A resumed run starts at a later
+step without loading the images of earlier steps.
 """
 
 import itertools
@@ -31,26 +32,30 @@ from .mappers import FixedViews, Mapper, build_mapper, number_records
 from .unlabelled import build_strong_views, load_unlabelled
 
 Entry = tuple[int, int]
-"""Position in the stream of images, and index in the data set."""
+"""Position of an image in the infinite stream of images, and its index in the data set."""
 T = TypeVar("T")
 
-_SKIPPED = "skipped"  # key of an entry: the errors of the images that it replaces
-MAX_TRIES = 1000  # largest number of consecutive images that a mapper may skip
+# Key by which a worker process reports the errors of the images that an image replaces. The stream
+# removes it.
+_SKIPPED = "skipped"
+MAX_TRIES = 1000  # an error is raised if a mapper skips this many images in a row
 
 
 class TrainStream(Iterable[list[dict[str, Any]]]):
-    """Yields this process's part of every batch, without end.
+    """Yields this process's share of every batch, without end.
 
     Attributes:
         start: the step at which the next iterator starts.
         mapper: the mapper that the next iterator uses.
         fingerprint: checksum of the records. A run can only be resumed with the same records.
-        skipped: maps each labelled or unlabelled image that this process skipped to its error.
+        skipped: maps each image that this process could not read to its error. Unlabelled images
+            are included.
         num_images: number of labelled and unlabelled images, from which the length of an epoch is
             computed. Each tile counts as an image.
         num_files: number of labelled and unlabelled images, without their tiles.
-        unlabelled: stream of unlabelled images. Each labelled image's dict gets some of them, as a
-            list with the key ``UNLABELLED``.
+        unlabelled: stream of unlabelled images, or None. In each step, its batch is divided among
+            the labelled images: each dict gets a list of unlabelled ones with the key
+            ``UNLABELLED``.
         burn_in: first step with unlabelled images.
     """
 
@@ -71,13 +76,14 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             dataset: records in Detectron2's format.
             mapper: maps a record to a dict of a batch. If it returns None or an error, the image is
                 replaced by a random one.
-            batch_size: total number of images per step. The parts of processes may differ by one.
+            batch_size: number of images per step, of all processes together. The shares of the
+                processes may differ by one image.
             aspect_ratio_grouping: form batches of only wide or only tall images, which need less
                 padding. Every record then needs "width" and "height".
             num_workers: number of worker processes. 0 loads images in this process.
             seed: seed of the order and the augmentation.
             pin_memory: return tensors in pinned memory.
-            unlabelled: stream of unlabelled images, which starts at the step ``burn_in``.
+            unlabelled: stream of unlabelled images; None for supervised training.
 
         Raises:
             UserError: there are no images, or ``batch_size`` is below the number of processes.
@@ -118,9 +124,12 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         return self._skipped | self.unlabelled.skipped
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        """Yields the batches. Raises a ``UserError`` if more than half of the images are broken."""
-        # A generator starts the workers at the first batch, after a resumed run has set ``start``
-        # and ``seed``.
+        """Yields this process's share of each batch, as dicts that the mapper returned.
+
+        Raises a ``UserError`` if more than half of the images cannot be read.
+        """
+        # As this is a generator, the workers start at the first batch. A resumed run has set
+        # ``start`` and ``seed`` by then.
         rank = comm.get_rank()
         world_size = comm.get_world_size()
         shares = (cut(batch, world_size)[rank] for batch in self.batches())
@@ -147,41 +156,44 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
                 yield batch
         finally:
             unlabelled_batches.close()
-            del batches  # takes some seconds, as workers ignore SIGTERM
+            # PyTorch waits some seconds for workers that ignore SIGTERM, as these do.
+            del batches
             for worker in workers:
                 worker.kill()
 
     def _add_skipped(self, errors: Sequence[DataError]) -> None:
+        """Stores errors of images. Raises a ``UserError`` if more than half of the images fail."""
         if errors:
             self._skipped |= {error.where: error for error in errors}
             refuse_broken_half(self._skipped, self._num_dataset_files, "training")
 
     def _iterate_unlabelled(self) -> Generator[list[dict[str, Any]]]:
+        """Yields the batches of unlabelled images, from the step ``start`` or ``burn_in`` on."""
         if self.unlabelled:
             self.unlabelled.start = max(0, self.start - self.burn_in)
             self.unlabelled.seed = self.seed
             yield from self.unlabelled
 
     def batches(self) -> Iterator[list[Entry]]:
-        """Yields the list of ``Entry`` of each step, for all processes, from step ``start`` on."""
+        """Yields the images of each step, of all processes together, from the step ``start`` on."""
         # ``__iter__`` of Detectron2's sampler would yield only this process's indices.
         sampler = TrainingSampler(len(self.dataset), seed=self.seed)
         entries = enumerate(sampler._infinite_indices())
         if self._is_wide is None:
-            batches = iter(lambda: list(itertools.islice(entries, self.batch_size)), [])
+            batches = _group_in_order(entries, self.batch_size)
         else:
             batches = _group_by_shape(entries, self._is_wide, self.batch_size)
         yield from itertools.islice(batches, self.start, None)
 
 
 def _leave_signals_to_trainer(worker: int) -> None:
-    # A stopped run finishes its current step, so the workers must ignore the signal.
+    # A run that gets a signal to stop finishes its current step, so the workers must go on.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 
 class _SeededImages(Dataset[dict[str, Any]]):
-    """Maps batches of (position, index) to mapped images, with one random seed per position."""
+    """A data set whose indices are ``Entry`` objects, so that each position has its own seed."""
 
     def __init__(self, dataset: DatasetFromList, mapper: Mapper, seed: int) -> None:
         self._dataset = dataset
@@ -189,12 +201,16 @@ class _SeededImages(Dataset[dict[str, Any]]):
         self._seed = seed
 
     def __getitems__(self, entries: Sequence[Entry]) -> list[dict[str, Any]]:
-        # Generators are saved once per batch, because saving takes longer than seeding.
+        # The random generators are saved once per batch, as saving takes longer than seeding.
         with preserved_randomness():
             return [self._draw(position, index) for position, index in entries]
 
     def _draw(self, position: int, index: int) -> dict[str, Any]:
-        """Returns the entry of an image, or of a random image if the mapper skips it."""
+        """Returns the mapped image, or the mapped random image that replaces a skipped one.
+
+        If images were skipped for errors, the result has the errors with the key ``_SKIPPED``.
+        Raises a ``UserError`` if the mapper skips too many images in a row.
+        """
         errors: list[DataError] = []
         generator = None
         seed_place(self._seed, IMAGE, position)
@@ -218,15 +234,25 @@ class _SeededImages(Dataset[dict[str, Any]]):
 
 def cut(items: Sequence[T], parts: int) -> list[list[T]]:
     """Divides a sequence into consecutive parts whose lengths differ by at most one."""
-    bounds = [part * len(items) // parts for part in range(parts + 1)]
-    return [list(items[low:high]) for low, high in itertools.pairwise(bounds)]
+    result = []
+    for part in range(parts):
+        start = part * len(items) // parts
+        end = (part + 1) * len(items) // parts
+        result.append(list(items[start:end]))
+    return result
 
 
 def build_train_stream(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> TrainStream:
-    """Builds the stream of the training images, whose records are ``dataset``.
+    """Builds the stream of the training images, with unlabelled images if the config names some.
 
-    With ``INPUT.FIXED_VIEWS.COUNT`` above 0, its mapper is a ``FixedViews``. Raises a ``UserError``
-    if there are no training images or the sampler is not Detectron2's default.
+    If ``INPUT.FIXED_VIEWS.COUNT`` is above 0, each image has this many fixed augmented views.
+
+    Args:
+        cfg: the config.
+        dataset: records of the training images.
+
+    Raises:
+        UserError: there are no images, or ``DATALOADER.SAMPLER_TRAIN`` is not "TrainingSampler".
     """
     if cfg.DATALOADER.SAMPLER_TRAIN != "TrainingSampler":
         raise UserError("DATALOADER.SAMPLER_TRAIN must be TrainingSampler")
@@ -257,10 +283,19 @@ def build_train_stream(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> Train
     )
 
 
+def _group_in_order(entries: Iterator[Entry], batch_size: int) -> Iterator[list[Entry]]:
+    """Yields batches of consecutive entries."""
+    while batch := list(itertools.islice(entries, batch_size)):
+        yield batch
+
+
 def _group_by_shape(
     entries: Iterable[Entry], is_wide: np.ndarray, batch_size: int
 ) -> Iterator[list[Entry]]:
-    """Yields batches of only wide or only tall images, each as soon as it is full."""
+    """Yields batches of only wide or only tall images, each as soon as it is full.
+
+    ``is_wide`` (N,) tells which images of the data set are wider than tall.
+    """
     buckets: tuple[list[Entry], list[Entry]] = ([], [])
     for position, index in entries:
         bucket = buckets[int(is_wide[index])]
@@ -271,7 +306,7 @@ def _group_by_shape(
 
 
 def _are_wide(dataset: Sequence[dict[str, Any]]) -> np.ndarray:
-    """Returns whether each image is wider than tall (N,), as in Detectron2's grouping."""
+    """Returns whether each image or tile is wider than tall: booleans (N,)."""
     if any("width" not in entry or "height" not in entry for entry in dataset):
         raise UserError("DATALOADER.ASPECT_RATIO_GROUPING needs every image's width and height")
     is_wide = []
@@ -286,7 +321,10 @@ def _are_wide(dataset: Sequence[dict[str, Any]]) -> np.ndarray:
 
 
 def fingerprint_records(dataset: Sequence[dict[str, Any]]) -> int:
-    """Returns a checksum of the names, ids, boxes and order of images, but not of the folder."""
+    """Returns a checksum of the images' file names, ids, boxes and order.
+
+    Folders do not matter, so it stays equal if a data set is moved.
+    """
     value = 0
     for entry in dataset:
         name = os.path.basename(str(entry.get("file_name", "")))

@@ -1,9 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Overlapping square tiles of large images, in training, evaluation and prediction.
 
-A tile is a record of a data set: the record of its image with the key ``TILE``. Mappers crop the
-tile out of the decoded image, see ``TileMapper`` in ``data/mappers``. ``merge_tiles`` merges the
-boxes of an image with the boxes of its tiles.
+Detection of small objects needs the pixels of a large image at full resolution, so its tiles are
+used in addition to the resized whole image. The record of a tile is the record of its image with
+the key ``TILE``. ``TileMapper`` crops the tile out of the decoded image. ``merge_tiles`` joins the
+boxes that a model detects in the whole image and in its tiles.
 """
 
 import itertools
@@ -22,18 +23,18 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.contracts import TILE
 
 OVERLAP = 0.2  # smallest overlap of adjacent tiles, as a share of the tile's side
-MIN_VISIBLE = 0.5  # a cut box is kept in a tile that contains at least this share of its area
+MIN_VISIBLE = 0.5  # a ground truth box is kept in tiles with at least this share of its area
 EMPTY_SHARE = 0.25  # largest number of tiles without boxes, relative to the tiles with boxes
-SMALLEST = 32  # pixels
-_MAX_SIDE = 0.5  # share of the tile's longer side; larger boxes come from the whole image
-_EDGE = 2  # pixels; a box this close to the edge of a tile counts as cut
+SMALLEST = 32  # smallest side of a tile, in pixels
+_MAX_SIDE = 0.5  # detections with a longer side, relative to the tile's longer side, are dropped
+_EDGE = 2  # a box that is less than this from the edge of its tile counts as cut; in pixels
 _NMS_IOU = 0.5
-_COVERED = 0.5  # a cut box is dropped if a whole box of its class covers this share
+_COVERED = 0.5  # a cut box is dropped if an uncut box of its class covers more than this share
 
 Rectangle = tuple[int, int, int, int]
 """(x, y, width, height) in pixels of the upright image."""
 Prediction = tuple[Any, Rectangle | None, Instances]
-"""Id of the image, tile (x, y, width, height) or None for the whole image, and its boxes."""
+"""Id of the image, the tile or None for the whole image, and the detections in it."""
 
 
 def check_tile(tile: object) -> None:
@@ -43,16 +44,28 @@ def check_tile(tile: object) -> None:
 
 
 def tile_starts(size: int, tile: int) -> list[int]:
-    """Returns evenly spaced starts of tiles along an axis, which overlap by ``OVERLAP`` or more."""
+    """Returns the first pixel of each tile along one axis of an image.
+
+    The tiles are evenly spaced, cover the axis, and overlap by at least the share ``OVERLAP``.
+
+    Args:
+        size: length of the axis in pixels.
+        tile: side of a tile in pixels.
+    """
     if size <= tile:
         return [0]
     overlap = OVERLAP * tile
+    # Each tile adds tile - overlap new pixels to the overlap with the tile before.
     number = math.ceil((size - overlap) / (tile - overlap))
-    return [round(index * (size - tile) / (number - 1)) for index in range(number)]
+    last_start = size - tile
+    return [round(index * last_start / (number - 1)) for index in range(number)]
 
 
 def list_tiles(height: int, width: int, tile: int) -> list[Rectangle]:
-    """Returns the tiles of an image, row by row; none if the whole image fits into one tile."""
+    """Returns the tiles of an image, row by row, or [] if the whole image fits into one tile.
+
+    ``tile`` is the side of a tile in pixels.
+    """
     corners = list(itertools.product(tile_starts(height, tile), tile_starts(width, tile)))
     if len(corners) == 1:
         return []
@@ -62,11 +75,16 @@ def list_tiles(height: int, width: int, tile: int) -> list[Rectangle]:
 def cut_records(
     records: Sequence[dict[str, Any]], tile: int, *, is_train: bool
 ) -> list[dict[str, Any]]:
-    """Returns each record, followed by the records of its tiles; ``tile`` 0 adds no tiles.
+    """Returns the record of each image, followed by the records of its tiles.
 
-    In training, a box belongs to a tile if at least the share ``MIN_VISIBLE`` of its area is inside
-    the tile. The mapper clips it. The number of tiles without boxes is at most ``EMPTY_SHARE``
-    times the number of tiles with boxes; others are dropped evenly. Evaluation keeps all tiles.
+    A box belongs to a tile if at least the share ``MIN_VISIBLE`` of its area is inside the tile.
+    The mapper clips it to the tile. In training, most tiles without boxes are dropped: at most
+    ``EMPTY_SHARE`` times the number of tiles with boxes are kept. Evaluation keeps all tiles.
+
+    Args:
+        records: records of images in Detectron2's format.
+        tile: side of a tile in pixels; 0 for no tiles.
+        is_train: whether the records are for training.
 
     Raises:
         UserError: an image has no "width" and "height", or no training image is larger than a tile.
@@ -105,52 +123,65 @@ def _is_visible(annotation: dict[str, Any], rectangle: Rectangle) -> bool:
 
 
 def _thin_out(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Drops tiles without boxes, evenly spaced, until few enough are left."""
+    """Drops tiles without boxes until ``EMPTY_SHARE`` is reached. Those kept are evenly spaced."""
     tiles = [record for record in records if TILE in record]
     num_empty = sum(not record["annotations"] for record in tiles)
-    num_kept = min(num_empty, int(EMPTY_SHARE * (len(tiles) - num_empty)))
+    num_with_boxes = len(tiles) - num_empty
+    num_kept = min(num_empty, int(EMPTY_SHARE * num_with_boxes))
     kept = []
-    index = 0  # number of the empty tile, from 1
+    num_seen = 0  # empty tiles before this record
     for record in records:
         is_empty_tile = TILE in record and not record["annotations"]
-        if is_empty_tile:
-            index += 1
-            if index * num_kept // num_empty == (index - 1) * num_kept // num_empty:
-                continue
-        kept.append(record)
+        if not is_empty_tile:
+            kept.append(record)
+            continue
+        # Of the first n empty tiles, n * num_kept / num_empty are kept, rounded down.
+        kept_before = num_seen * num_kept // num_empty
+        num_seen += 1
+        kept_after = num_seen * num_kept // num_empty
+        if kept_after > kept_before:
+            kept.append(record)
     return kept
 
 
 def merge_tiles(whole: Instances, tiles: Iterable[tuple[Rectangle, Instances]]) -> Instances:
-    """Merges the boxes of a whole image with the boxes of its tiles.
+    """Merges the detections in a whole image with the detections in its tiles.
 
-    A box in a tile is dropped if its longer side exceeds half of the tile's longer side: such boxes
-    are often parts of objects that the model finds in the whole image.
+    A detection in a tile is dropped if its longer side exceeds half of the tile's longer side: it
+    is often a part of an object that the model detects in the whole image.
 
     Args:
-        whole: boxes in the whole image, on the CPU.
-        tiles: rectangles (x, y, width, height) in pixels of the image, and the boxes in them.
+        whole: detections in the whole image, on the CPU.
+        tiles: each tile (x, y, width, height) in pixels of the image, and the detections in it,
+            with boxes in pixels of the tile.
+
+    Returns:
+        The merged detections, with boxes in pixels of the whole image.
     """
     image_size = whole.image_size
     detections = [whole]
-    masks = [torch.zeros(len(whole), dtype=torch.bool)]
+    is_cut = [torch.zeros(len(whole), dtype=torch.bool)]  # whether a tile cuts the object: (N,)
     for (x, y, width, height), in_tile in tiles:
-        sides = in_tile.pred_boxes.tensor[:, 2:] - in_tile.pred_boxes.tensor[:, :2]
-        small = in_tile[sides.amax(dim=1) <= _MAX_SIDE * max(width, height)]
+        boxes_in_tile = in_tile.pred_boxes.tensor  # (N, 4), XYXY
+        sides = boxes_in_tile[:, 2:] - boxes_in_tile[:, :2]
+        is_small = sides.amax(dim=1) <= _MAX_SIDE * max(width, height)
+        small = in_tile[is_small]
         boxes = small.pred_boxes.tensor + torch.tensor([x, y, x, y])
-        masks.append(_touches_inner_edge(boxes, (x, y, x + width, y + height), image_size))
         moved = Instances(image_size, **small.get_fields())
         moved.pred_boxes = Boxes(boxes)
         detections.append(moved)
+        is_cut.append(_touches_inner_edge(boxes, (x, y, x + width, y + height), image_size))
     if len(detections) == 1:
         return whole
-    return _drop_parts(Instances.cat(detections), torch.cat(masks))
+    return _drop_parts(Instances.cat(detections), torch.cat(is_cut))
 
 
 def _touches_inner_edge(
     boxes: Tensor, tile: tuple[int, int, int, int], image_size: tuple[int, int]
 ) -> Tensor:
-    """Returns which boxes touch an edge of a tile that is not an edge of the image.
+    """Returns which boxes touch an edge of their tile that is inside the image.
+
+    The objects of these boxes probably reach beyond the tile.
 
     Args:
         boxes: (N, 4), XYXY in pixels of the image.
@@ -158,7 +189,7 @@ def _touches_inner_edge(
         image_size: (height, width).
 
     Returns:
-        A mask (N,).
+        Booleans (N,).
     """
     height, width = image_size
     left, top, right, bottom = boxes.unbind(dim=1)
@@ -176,24 +207,24 @@ def _touches_inner_edge(
 
 
 def _drop_parts(detections: Instances, is_cut: Tensor) -> Instances:
-    """Drops cut boxes that a whole box of the same class covers, and applies NMS to the rest.
+    """Drops cut boxes that an uncut box of the same class covers, and applies NMS to the rest.
 
     ``is_cut`` (N,) tells which boxes are cut by an edge of their tile.
     """
-    whole = detections[~is_cut]
-    cut = detections[is_cut]
-    covered = pairwise_ioa(whole.pred_boxes, cut.pred_boxes) > _COVERED  # (whole, cut)
-    covered &= whole.pred_classes[:, None] == cut.pred_classes
-    # A whole box does not remove a cut box with more than twice its score.
-    covered &= whole.scores[:, None] >= 0.5 * cut.scores
-    kept = Instances.cat([whole, cut[~covered.any(dim=0)]])
+    uncut = detections[~is_cut]  # U boxes
+    cut = detections[is_cut]  # C boxes
+    is_covered = pairwise_ioa(uncut.pred_boxes, cut.pred_boxes) > _COVERED  # (U, C)
+    is_covered &= uncut.pred_classes[:, None] == cut.pred_classes
+    # An uncut box does not remove a cut box with more than twice its score.
+    is_covered &= uncut.scores[:, None] >= 0.5 * cut.scores
+    kept = Instances.cat([uncut, cut[~is_covered.any(dim=0)]])
     return kept[batched_nms(kept.pred_boxes.tensor, kept.scores, kept.pred_classes, _NMS_IOU)]
 
 
 def merge_images(predictions: Iterable[Prediction]) -> Iterator[tuple[Any, Instances]]:
-    """Yields the id and the merged boxes of each image.
+    """Yields the id and the merged detections of each image.
 
-    In ``predictions``, the tiles of an image follow the whole image.
+    In ``predictions``, the detections in the tiles of an image directly follow those in the image.
     """
     for image_id, (first, *others) in _group_by_image(predictions):
         _, _, whole = first
@@ -204,7 +235,7 @@ def merge_images(predictions: Iterable[Prediction]) -> Iterator[tuple[Any, Insta
 def _group_by_image(
     predictions: Iterable[Prediction],
 ) -> Iterator[tuple[Any, list[Prediction]]]:
-    """Yields the id of each image, and the adjacent predictions on it and its tiles."""
+    """Yields the id of each image, and the adjacent predictions for this id."""
     for image_id, group in itertools.groupby(predictions, key=lambda prediction: prediction[0]):
         yield image_id, list(group)
 
@@ -213,9 +244,12 @@ class TiledEvaluator(DatasetEvaluator):
     """Merges predictions on images and their tiles before another evaluator gets them."""
 
     def __init__(self, evaluator: DatasetEvaluator, tile: int) -> None:
-        """``evaluator`` evaluates boxes in whole images. ``tile`` is the side of tiles in pixels.
+        """
+        Args:
+            evaluator: evaluates detections in whole images.
+            tile: side of the tiles in pixels.
 
-        Images that became unreadable before the last of their tiles are left out.
+        An image is not evaluated if one of its tiles could not be read.
         """
         self._evaluator = evaluator
         self._tile = tile
@@ -243,7 +277,7 @@ class TiledEvaluator(DatasetEvaluator):
         return self._evaluator.evaluate()
 
     def _is_complete(self, predictions: Sequence[Prediction]) -> bool:
-        """Whether predictions are those on a whole image and on all of its tiles."""
+        """Returns whether these are the predictions for a whole image and all of its tiles."""
         _, tile, boxes = predictions[0]
         height, width = boxes.image_size
         return tile is None and len(predictions) == 1 + len(list_tiles(height, width, self._tile))

@@ -1,5 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Unlabelled images for semi-supervised detection: strong views, and removal of duplicates."""
+"""Unlabelled images for semi-supervised detection.
+
+Removes duplicates, and computes strongly augmented views (*strong views*) of the images.
+"""
 
 import functools
 import hashlib
@@ -29,8 +32,11 @@ from .mappers.crops import BLUR_SIGMA, JITTER, ColourChange
 logger = logging.getLogger(__name__)
 _GREY = 127
 # Noise on cached features.
-_DROPPED_CHANNELS = 0.2  # share of the channels
-_ERASED_AREA = 0.2  # share of the area
+_DROPPED_CHANNELS = 0.2  # probability that a channel is set to zero
+_ERASED_AREA = 0.2  # area of the erased rectangle, relative to the image
+_GRID = (
+    1000  # the rectangle is drawn on a grid of this height and width, which stands for the image
+)
 
 
 def build_strong_colours(pixel_format: str) -> ColourChange:
@@ -47,30 +53,39 @@ def build_strong_colours(pixel_format: str) -> ColourChange:
 
 
 def add_noise(features: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Sets a fifth of the channels and one rectangle of feature maps (C, h, w) to zero.
+    """Sets random channels and one random rectangle of each feature map (C, h, w) to zero.
 
-    The remaining channels are scaled up. All maps have the same rectangle, a fifth of the image.
-    Tokens do not change.
+    On average, a fifth of the channels are dropped, and the others are scaled up (dropout). The
+    rectangle is a fifth of the area, at the same position of the image in all maps. Tensors of
+    another number of dimensions, such as tokens, do not change.
     """
-    whole = torch.empty(1, 1000, 1000, device="meta")
+    grid = torch.empty(1, _GRID, _GRID, device="meta")
     top, left, height, width, _ = RandomErasing.get_params(
-        whole, scale=(_ERASED_AREA, _ERASED_AREA), ratio=(0.5, 2.0), value=[0.0]
+        grid, scale=(_ERASED_AREA, _ERASED_AREA), ratio=(0.5, 2.0), value=[0.0]
     )
     noisy = {}
     for name, values in features.items():
         if values.ndim == 3:
             values = F.dropout2d(values[None], _DROPPED_CHANNELS)[0].clone()
             num_rows, num_columns = values.shape[1:]
-            rows = slice(top * num_rows // 1000, (top + height) * num_rows // 1000)
-            columns = slice(left * num_columns // 1000, (left + width) * num_columns // 1000)
-            values[:, rows, columns] = 0
+            # The rectangle in the map, rounded down.
+            map_top = top * num_rows // _GRID
+            map_bottom = (top + height) * num_rows // _GRID
+            map_left = left * num_columns // _GRID
+            map_right = (left + width) * num_columns // _GRID
+            values[:, map_top:map_bottom, map_left:map_right] = 0
         noisy[name] = values
     return noisy
 
 
 @dataclass(frozen=True)
 class StrongViews:
-    """A mapper that adds a strong view, with key ``STRONG``, to the dict of another mapper."""
+    """A mapper that adds a strong view, with the key ``STRONG``, to the output of another mapper.
+
+    Attributes:
+        mapper: the other mapper.
+        colours: strong augmentation of an image. Cached features get noise instead.
+    """
 
     mapper: Mapper
     colours: ColourChange
@@ -85,7 +100,7 @@ class StrongViews:
 
 
 def build_strong_views(cfg: CfgNode, mapper: Mapper) -> StrongViews:
-    """Builds a ``StrongViews`` from ``MODEL.SEMI``, whose values are checked."""
+    """Builds a ``StrongViews``. Raises a ``UserError`` if a value of ``MODEL.SEMI`` is invalid."""
     keys = cfg.MODEL.SEMI
     if not 0 <= keys.BURN_IN < 1:
         raise UserError(f"MODEL.SEMI.BURN_IN is {keys.BURN_IN}, but must be from 0 to below 1")
@@ -123,7 +138,9 @@ def load_unlabelled(cfg: CfgNode, labelled: Sequence[dict[str, Any]]) -> list[di
 def _find_new(sets: Mapping[str, Sequence[dict[str, Any]]], longest: int) -> list[int]:
     """Returns the indices of the unlabelled images to use, and logs how many are left out.
 
-    ``sets`` has the records of the sets "labelled", "validation" and "unlabelled".
+    Args:
+        sets: the records of the images, with the keys "labelled", "validation" and "unlabelled".
+        longest: longest side of resized images, in pixels.
     """
     digests_of: dict[str, list[str | DataError]] = {}
     for name, records in sets.items():
@@ -134,7 +151,7 @@ def _find_new(sets: Mapping[str, Sequence[dict[str, Any]]], longest: int) -> lis
             num_threads=os.cpu_count() or 1,
         )
         digests_of[name] = list(digests)
-    set_of_digest: dict[str | DataError, str] = {}
+    set_of_digest: dict[str | DataError, str] = {}  # the first set that has the image
     for name in ("labelled", "validation"):
         for digest in digests_of[name]:
             set_of_digest[digest] = name
@@ -160,9 +177,10 @@ def _find_new(sets: Mapping[str, Sequence[dict[str, Any]]], longest: int) -> lis
 
 
 def hash_pixels(path: str, longest: float) -> str | DataError:
-    """Returns a digest of an image's size and pixels, after EXIF rotation as in training.
+    """Returns a digest of the size and the pixels of an upright image.
 
-    Returns an error if the image cannot be read, or cannot be resized to a side of ``longest``.
+    Returns an error if the image cannot be read, or if its shorter side would be zero after it is
+    resized to a longer side of ``longest`` pixels.
     """
     try:
         check_depth(path)

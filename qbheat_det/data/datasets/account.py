@@ -1,8 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The account of a data set: what is used, and what is left out for which reason.
+"""The account of a data set: how much of it is used, and what is left out for which reason.
 
-Each image file, each label file and each box below a data set's folder is counted once, as used or
-as left out. ``annotations.py`` counts what readers yield, and ``sources.py`` all other files.
+Each image file, each label file and each box in a data set's folder is counted once, as used or as
+left out. ``annotations.py`` counts the images and boxes that the readers of label files return, and
+``sources.py`` counts all other files.
 """
 
 import os
@@ -26,7 +27,7 @@ _PLURALS: dict[Item, str] = {
 }
 _MAX_SHOWN = 5  # faults in an error
 OF_LEFT_OUT_IMAGES = "of left out images"
-"""Kind of the boxes and label files of images that are left out."""
+"""``LeftOut.kind`` of the boxes and the label file of an image that is left out."""
 MAX_LEFT_OUT = 0.1
 """Default of ``DATASETS.MAX_LEFT_OUT``: largest share of images or boxes with faults."""
 LEFT_OUT_FILE = "left_out.txt"
@@ -38,11 +39,12 @@ class LeftOut(DataError):
     """Something in a data set that is not used.
 
     Attributes:
-        kind: short reason, which completes "2 images …", such as "that cannot be read".
-        where, reason: see ``DataError``.
-        item: what is left out.
-        is_fault: whether it should have been used. Faults above a share are an error. Images of a
-            part that is not needed, for example, are no fault.
+        kind: short reason that follows the item in a summary, as in "2 images that cannot be read".
+        where: path, and line or entry if it is part of a file.
+        reason: explanation for the user, and its solution if it is not obvious.
+        item: what is left out: an image, a box, and so on.
+        is_fault: whether this is a mistake in the data set. An image of a part that is not needed
+            is no fault, for example. Too many faults are an error (``Account.check``).
     """
 
     item: Item = "image"
@@ -51,15 +53,16 @@ class LeftOut(DataError):
 
 @dataclass
 class Account:
-    """What became of the files and the boxes of a data set.
+    """What is used of the files and the boxes of a data set, and what is left out.
 
     Attributes:
-        used: number of items that are used, by item.
+        used: maps each type of item to the number of items that are used.
         clipped: locations of used boxes that reach beyond their image, and are clipped.
-        left_out: items that are not used.
+        left_out: the items that are not used.
         notes: what was assumed, replaced or joined, one sentence each.
-        files: images that are counted as used, also those in ``removed``.
-        removed: images that were left out after they had been counted.
+        files: paths of the images that are counted as used, so that none is counted twice. Those in
+            ``removed`` are among them.
+        removed: paths of the images that were left out after they had been counted as used.
     """
 
     used: Counter[Item] = field(default_factory=Counter)
@@ -75,7 +78,7 @@ class Account:
         return [left_out for left_out in self.left_out if left_out.is_fault]
 
     def count(self, item: Item) -> int:
-        """Returns the number of items, used or left out."""
+        """Returns the number of items of a type, used or left out."""
         return self.used[item] + sum(left_out.item == item for left_out in self.left_out)
 
     def add(self, other: "Account") -> None:
@@ -88,24 +91,45 @@ class Account:
         self.removed |= other.removed
 
     def leave_out_image(self, fault: LeftOut, num_boxes: int, label_file: str) -> None:
-        """Moves an image with its boxes and its label file from the used to the left out items."""
+        """Moves an image that is counted as used, with its boxes and label file, to ``left_out``.
+
+        Args:
+            fault: why the image is left out.
+            num_boxes: number of its boxes that are counted as used.
+            label_file: the file with the labels of only this image; "" if there is none.
+        """
         self.used["image"] -= 1
         self.left_out.append(fault)
         self.leave_out_boxes_of(fault, num_boxes)
         if label_file:
             self.used["label file"] -= 1
             self.left_out.append(
-                LeftOut(OF_LEFT_OUT_IMAGES, label_file, fault.reason, "label file", is_fault=False)
+                LeftOut(
+                    kind=OF_LEFT_OUT_IMAGES,
+                    where=label_file,
+                    reason=fault.reason,
+                    item="label file",
+                    is_fault=False,
+                )
             )
         self.used["box"] -= num_boxes
 
     def leave_out_boxes_of(self, image: LeftOut, num_boxes: int) -> None:
-        """Adds the boxes of an image that is left out. Only the image may be a fault."""
-        box = LeftOut(OF_LEFT_OUT_IMAGES, image.where, image.reason, "box", is_fault=False)
+        """Adds the boxes of an image that is left out to ``left_out``. They are no faults."""
+        box = LeftOut(
+            kind=OF_LEFT_OUT_IMAGES,
+            where=image.where,
+            reason=image.reason,
+            item="box",
+            is_fault=False,
+        )
         self.left_out += [box] * num_boxes
 
     def summarize(self) -> str:
-        """Returns one line, as in "4 images with 9 boxes; left out: 2 images in HEIC format"."""
+        """Returns one line with the numbers of used images and boxes, and of all left out items.
+
+        An example is "4 images with 9 boxes; left out: 2 images in HEIC format".
+        """
         line = _format_count(self.used["image"], "image")
         if self.count("box"):
             line += f" with {_format_count(self.used['box'], 'box')}"
@@ -121,12 +145,15 @@ class Account:
         return line
 
     def check(self, max_share: float | None = None, *, images_only: bool = False) -> None:
-        """Raises a ``UserError`` if more than a share of the images or of the boxes have faults.
+        """Raises a ``UserError`` if too many images, label files or boxes have faults.
 
-        The share, by default ``MAX_LEFT_OUT``, is that of the faults in the used items and the
-        faults. The message names the first faults, and a temporary file that lists all of them.
-        With a share of 0, each fault is an error. With ``images_only``, faults of boxes and label
-        files do not matter.
+        Items that are left out without a fault do not count. The message names the first faults,
+        and a temporary file that lists all of them.
+
+        Args:
+            max_share: largest share of items with faults, from 0 to 1. With 0, each fault is an
+                error. None stands for ``MAX_LEFT_OUT``.
+            images_only: whether to check the images only.
         """
         if max_share is None:
             max_share = MAX_LEFT_OUT
@@ -164,12 +191,12 @@ class Account:
         rows = [
             f"{left_out.item} {left_out.kind}: {left_out.message}" for left_out in self.left_out
         ]
-        rows += [f"box clipped: {place}" for place in self.clipped]
+        rows += [f"box clipped: {location}" for location in self.clipped]
         rows += [f"note: {note}" for note in self.notes]
         return "".join(f"{row}\n" for row in rows)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the numbers by item and kind, for ``run.json``."""
+        """Returns the numbers of used and left out items, by type and reason, for ``run.json``."""
         numbers: dict[str, Any] = {}
         for item, plural in _PLURALS.items():
             kinds = Counter(left_out.kind for left_out in self.left_out if left_out.item == item)
@@ -179,7 +206,7 @@ class Account:
 
 
 def join_accounts(accounts: Iterable[Account]) -> Account:
-    """Returns the sum of different accounts. An account that occurs twice is added once."""
+    """Returns the sum of accounts. If the same object occurs twice, it is added once."""
     total = Account()
     different = {id(account): account for account in accounts}
     for account in different.values():

@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The annotations of a part of a data set in COCO's lists, and the account of what they leave out.
+"""Converts the labels of a part of a data set, in any format, to COCO's lists.
 
-The reader of each format yields ``LabelledImage`` objects. ``build_annotations`` reads the image
-sizes that they lack, leaves out boxes that cannot be right, clips boxes to their image, and assigns
-ids. It is the only place where an account of boxes is filled.
+The reader of each format returns ``LabelledImage`` objects. ``build_annotations`` reads missing
+image sizes, leaves out invalid boxes, clips boxes to their image, and assigns ids. No other code
+counts the used and left out boxes in an ``Account``.
 """
 
 import os
@@ -33,10 +33,12 @@ class Annotations:
     Attributes:
         origin: path of the data set, for messages.
         image_root: folder to which ``file_name`` of the images is relative.
-        images, annotations, categories: COCO's lists. Categories are sorted by id.
-        account: what became of all files of the data set, the same for all of its parts.
-        original: the COCO file that has exactly these lists; "" if there is none.
-        problem: why there are no labels; "" if there are.
+        images: COCO's list of images.
+        annotations: COCO's list of boxes.
+        categories: COCO's list of classes, sorted by id.
+        account: the used and left out items of the data set. All its parts share the account.
+        original: path of the COCO file that has exactly these lists; "" if there is none.
+        problem: why there are no labels; "" if there are some.
         broken: paths of the images that ``leave_out`` has removed.
         label_files: maps names of images to the file that has only their labels.
         clipped: maps names of images to the locations of their clipped boxes.
@@ -88,7 +90,7 @@ class Annotations:
             )
 
     def note_classes(self) -> list[str]:
-        """Returns notes of classes without a box, and of names that are almost equal."""
+        """Returns notes about classes without a box, and about classes with almost equal names."""
         used = {entry["category_id"] for entry in self.annotations if not entry["iscrowd"]}
         unused = [repr(entry["name"]) for entry in self.categories if entry["id"] not in used]
         notes = []
@@ -114,14 +116,16 @@ class Annotations:
         for name, error in errors.items():
             path = os.path.join(self.image_root, name)
             self.broken.append(path)
-            if path in self.account.removed:  # it is in another part too
+            if path in self.account.removed:  # counted already, as another part has it too
                 continue
             self.account.removed.add(path)
             kind = _KINDS_OF_ERRORS.get(error.kind, f"with an error ({error.kind})")
-            fault = LeftOut(kind, error.where, error.reason)
+            fault = LeftOut(kind=kind, where=error.where, reason=error.reason)
             self.account.leave_out_image(fault, num_boxes[name], self.label_files.get(name, ""))
-            places = set(self.clipped.get(name, ()))
-            self.account.clipped = [place for place in self.account.clipped if place not in places]
+            locations = set(self.clipped.get(name, ()))
+            self.account.clipped = [
+                location for location in self.account.clipped if location not in locations
+            ]
         self.images = [image for image in self.images if image["file_name"] not in errors]
         self.annotations = [
             entry for entry in self.annotations if name_of_id[entry["image_id"]] not in errors
@@ -129,7 +133,7 @@ class Annotations:
         self.original = ""
 
     def keep(self, file_names: Collection[str] | None = None) -> dict[str, list[Entry]]:
-        """Returns COCO's lists, only of the images ``file_names`` if given."""
+        """Returns COCO's three lists by name, restricted to the images ``file_names`` if given."""
         images = self.images
         annotations = self.annotations
         if file_names is not None:
@@ -147,20 +151,20 @@ _KINDS_OF_ERRORS = {
     "image of another size than annotated": "of another size than annotated",
     "elongated image": "of extreme elongation",
 }
-"""The kinds of errors in image files, as they complete "1 image …"."""
+"""Maps ``DataError.kind`` to ``LeftOut.kind``, which follows "1 image" in a summary."""
 
 
 def build_annotations(
     tree: FileTree, labels: Labels, categories: Sequence[Entry], origin: str, account: Account
 ) -> Annotations:
-    """Converts the labels of a part to COCO's lists, and adds what they leave out to an account.
+    """Converts the labels of a part of a data set to COCO's lists.
 
     Args:
         tree: the files of the data set.
-        labels: the labels of the part.
-        categories: the classes of all parts.
+        labels: the labels of the part. Its images are changed.
+        categories: the classes of the data set, as COCO's list.
         origin: path of the data set, for messages.
-        account: account of the data set, which is changed.
+        account: account of the data set, to which used and left out items are added.
     """
     _join_repeated(labels, account)
     _leave_out_unread(tree, labels.images)
@@ -169,13 +173,20 @@ def build_annotations(
     account.left_out += labels.left_out
     account.notes += [note for note in labels.notes if note not in account.notes]
     root = _find_root(tree, labels)
-    result = Annotations(origin, root, [], [], list(categories), account)
-    builder = _Builder(categories, account, result)
-    ids = _choose_ids([image.id for image in labels.images if image.reason is None])
+    result = Annotations(
+        origin=origin,
+        image_root=root,
+        images=[],
+        annotations=[],
+        categories=list(categories),
+        account=account,
+    )
+    builder = _AnnotationBuilder(categories, account, result)
+    ids = _choose_ids([image.id for image in labels.images if image.exclusion is None])
     num_other_suffixes = 0
     outside = []
     for image in labels.images:
-        if image.reason is not None:
+        if image.exclusion is not None:
             _leave_out_image(image, account)
             continue
         if image.file.startswith(root + os.sep):
@@ -194,12 +205,13 @@ def build_annotations(
         # A label file may name an image with another suffix than the image has.
         if is_image_name(image.name) and suffix_of(image.name) != suffix_of(image.file):
             num_other_suffixes += 1
-    result.annotations = builder.number()
+    result.annotations = builder.assign_ids()
     result.problem = labels.problem
     if num_other_suffixes:
         account.notes.append(f"{num_other_suffixes:,} images are named with another suffix")
     if outside:
         account.notes.append(f"{len(outside):,} images are outside '{tree.root}': {outside[0]}")
+    # If nothing was changed or left out, a COCO file can be used as it is.
     is_changed = (
         builder.is_changed
         or bool(labels.notes)
@@ -212,11 +224,12 @@ def build_annotations(
 
 
 def _find_root(tree: FileTree, labels: Labels) -> str:
-    """Returns the folder to which names are relative.
+    """Returns the folder to which ``file_name`` in COCO's list of images will be relative.
 
-    This is the folder to which all names in a COCO file are relative, or else the tree's root.
+    If the labels are one COCO file whose names are all relative to one folder, it is this folder.
+    Then the file can be used as it is. Otherwise, it is the tree's root.
     """
-    images = [image for image in labels.images if image.reason is None]
+    images = [image for image in labels.images if image.exclusion is None]
     if not labels.is_original or not images:
         return tree.root
     root = images[0].file.removesuffix(images[0].name).rstrip(os.sep)
@@ -228,45 +241,58 @@ def _find_root(tree: FileTree, labels: Labels) -> str:
 
 
 def _join_repeated(labels: Labels, account: Account) -> None:
-    """Joins the boxes of an image that a label file names several times.
+    """Joins entries for the same image file, so that ``labels.images`` has each file once.
 
-    If several files name it, the entries of the first file are used. If the names differ in their
-    folders, they mean different images: those of the images that do not exist are left out.
+    If one label file has several entries for an image, their boxes are joined. If several label
+    files have entries for it, only those of the first file are used. If entries with different
+    folders in their names were matched to one image, only those that match its path best are used.
     """
-    groups: dict[str, list[LabelledImage]] = {}
+    groups: dict[str, list[LabelledImage]] = {}  # by image file
     for image in labels.images:
-        if image.file and not image.reason:
+        if image.file and not image.exclusion:
             groups.setdefault(image.file, []).append(image)
     num_joined = 0
     repeated: set[int] = set()
     for file, group in groups.items():
         if len(group) == 1:
             continue
-        first, *others = _leave_out_other_folders(file, group)
+        first, *others = _select_best_folders(file, group)
         for image in others:
-            repeated.add(id(image))
-            known = {(box.name, box.xywh) for box in first.boxes}
+            repeated.add(id(image))  # the object's identity, as images are not hashable
+            known_boxes = {(box.class_name, box.xywh) for box in first.boxes}
             if image.entry_file == first.entry_file:
-                first.boxes += [box for box in image.boxes if (box.name, box.xywh) not in known]
-                first.left_out += image.left_out
+                first.boxes += [
+                    box for box in image.boxes if (box.class_name, box.xywh) not in known_boxes
+                ]
+                first.left_out_boxes += image.left_out_boxes
                 num_joined += 1
                 continue
             reason = f"the labels of '{file}' are those in '{first.entry_file}'"
             for box in image.boxes:
-                is_fault = (box.name, box.xywh) not in known
                 account.left_out.append(
-                    LeftOut("of an image with other labels", box.place, reason, "box", is_fault)
+                    LeftOut(
+                        kind="of an image with other labels",
+                        where=box.location,
+                        reason=reason,
+                        item="box",
+                        is_fault=(box.class_name, box.xywh) not in known_boxes,
+                    )
                 )
-            account.left_out += image.left_out
+            account.left_out += image.left_out_boxes
     labels.images = [image for image in labels.images if id(image) not in repeated]
     if num_joined:
         account.notes.append(f"{num_joined:,} entries name an image again: their boxes are joined")
 
 
-def _leave_out_other_folders(file: str, group: list[LabelledImage]) -> list[LabelledImage]:
-    """Leaves out images of a group whose folders fit less to the path of a file than others do.
+def _select_best_folders(file: str, group: list[LabelledImage]) -> list[LabelledImage]:
+    """Returns the entries whose folders match the path of an image file best, at least one.
 
-    Returns the others, at least one.
+    The others are marked as missing, because they name an image of the same file name in another
+    folder.
+
+    Args:
+        file: path of the image file.
+        group: the entries for which this file was found.
     """
     folders_of_file = file.split(os.sep)[:-1]
     num_common = []
@@ -279,12 +305,12 @@ def _leave_out_other_folders(file: str, group: list[LabelledImage]) -> list[Labe
             kept.append(image)
         else:
             image.file = ""
-            image.miss(f"there is no image {short(image.name)}, only '{file}'")
+            image.mark_missing(f"there is no image {short(image.name)}, only '{file}'")
     return kept
 
 
 def _count_common_end(first: Sequence[str], second: Sequence[str]) -> int:
-    """Returns the number of names at the end of two paths that are equal."""
+    """Returns the length of the longest common ending of two lists of folder names."""
     count = 0
     for name, other in zip(reversed(first), reversed(second), strict=False):
         if name != other:
@@ -294,74 +320,94 @@ def _count_common_end(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def _leave_out_unread(tree: FileTree, images: Sequence[LabelledImage]) -> None:
-    """Leaves out images in formats that are not read."""
+    """Leaves out images in formats that cannot be read."""
     unread = frozenset(tree.unread_images)
     for image in images:
-        if image.reason is None and image.file in unread:
+        if image.exclusion is None and image.file in unread:
             kind, reason = describe_format(image.file)
-            image.reason = LeftOut(kind, f"image '{image.file}'", reason)
+            image.exclusion = LeftOut(kind=kind, where=f"image '{image.file}'", reason=reason)
 
 
 def _read_sizes(images: Sequence[LabelledImage]) -> None:
-    """Reads the sizes that labels lack, and leaves out images that cannot be read."""
-    without_size = [image for image in images if image.reason is None and not image.size]
+    """Sets missing image sizes from the image files. Leaves out images that cannot be read."""
+    without_size = [image for image in images if image.exclusion is None and not image.size]
     if not without_size:
         return
     sizes = read_sizes([image.file for image in without_size])
     for image, size in zip(without_size, sizes, strict=True):
         if isinstance(size, DataError):
-            image.reason = LeftOut("that cannot be read", size.where, size.reason)
+            image.exclusion = LeftOut(
+                kind="that cannot be read", where=size.where, reason=size.reason
+            )
         else:
             image.size = size
 
 
 def _leave_out_image(image: LabelledImage, account: Account) -> None:
     """Adds an image that is left out, its label file and its boxes to an account."""
-    assert image.reason
-    reason = image.reason
+    assert image.exclusion
+    reason = image.exclusion
     account.left_out.append(reason)
     if image.label_file and reason.item != "label file":
         account.left_out.append(
             LeftOut(
-                OF_LEFT_OUT_IMAGES, image.label_file, reason.reason, "label file", is_fault=False
+                kind=OF_LEFT_OUT_IMAGES,
+                where=image.label_file,
+                reason=reason.reason,
+                item="label file",
+                is_fault=False,
             )
         )
     if image.file and reason.item == "label file":  # its image cannot be used without it
         kind = "with an unreadable label file"
-        account.left_out.append(LeftOut(kind, image.file, reason.reason))
-    account.leave_out_boxes_of(reason, len(image.boxes) + len(image.left_out))
+        account.left_out.append(LeftOut(kind=kind, where=image.file, reason=reason.reason))
+    account.leave_out_boxes_of(reason, len(image.boxes) + len(image.left_out_boxes))
 
 
 def _choose_ids(ids: Sequence[int | None]) -> Iterator[int]:
-    """Returns an iterator over ids if all are numbers and different, or else over new ids."""
+    """Yields ``ids`` if all are given and different, or else 1, 2, 3 and so on."""
     numbers = [id_ for id_ in ids if id_ is not None]
     if len(numbers) == len(ids) == len(set(numbers)):
         return iter(numbers)
     return iter(range(1, len(ids) + 1))
 
 
-class _Builder:
-    """Converts boxes to COCO's annotations."""
+class _AnnotationBuilder:
+    """Collects the boxes of all images as COCO's annotations.
+
+    Attributes:
+        is_changed: whether an annotation differs from the one in the label file.
+    """
 
     def __init__(self, categories: Sequence[Entry], account: Account, result: Annotations) -> None:
+        """
+        Args:
+            categories: the classes of the data set, as COCO's list.
+            account: account of the data set, which is changed.
+            result: annotations of the part, whose ``label_files`` and ``clipped`` are changed.
+        """
         self.is_changed = False
         self._account = account
         self._result = result
-        self._category_ids = [category["id"] for category in categories]
+        self._category_ids: list[int] = [category["id"] for category in categories]
         self._index_of_name = {
             str(category["name"]): index for index, category in enumerate(categories)
         }
         self._entries: list[Entry] = []
 
     def add(self, image: LabelledImage, entry: Entry) -> None:
-        """Adds the boxes of an image. ``entry`` is the image in COCO's list."""
+        """Adds the valid boxes of an image, and counts them, the image and its label file as used.
+
+        ``entry`` is the image's entry in COCO's list of images.
+        """
         account = self._account
         if image.file in self._account.files:
-            account = Account()  # each image is counted once
+            # Another part has the image too, and has counted it. This account is not read.
+            account = Account()
         self._account.files.add(image.file)
         account.used["image"] += 1
-        account.left_out += image.left_out
-        if image.left_out:
+        account.left_out += image.left_out_boxes
+        if image.left_out_boxes:
             self.is_changed = True
         name = entry["file_name"]
         if image.label_file:
@@ -371,40 +417,69 @@ class _Builder:
         num_clipped_before = len(account.clipped)
         seen: set[tuple[str, XYWH]] = set()
         for box in image.boxes:
-            if not box.fields:  # COCO's ground truth stays as it is
-                if (box.name, box.xywh) in seen:
+            is_from_coco = bool(box.fields)
+            if not is_from_coco:  # duplicates in COCO files are kept
+                if (box.class_name, box.xywh) in seen:
                     reason = "the same box of the same class comes before"
                     account.left_out.append(
-                        LeftOut("that repeats another", box.place, reason, "box", is_fault=False)
+                        LeftOut(
+                            kind="that repeats another",
+                            where=box.location,
+                            reason=reason,
+                            item="box",
+                            is_fault=False,
+                        )
                     )
                     continue
-                seen.add((box.name, box.xywh))
-            index = box.category
-            if index is None:
-                index = self._index_of_name.get(box.name)
-            if index is None:
-                known = join_first(self._index_of_name, 5)
-                reason = f"its class {box.name!r} is not one of the classes {known}"
-                account.left_out.append(LeftOut("of an unknown class", box.place, reason, "box"))
-                self.is_changed = True
+                seen.add((box.class_name, box.xywh))
+            category_id = self._find_category_id(box, account)
+            if category_id is None:
                 continue
             xywh = self._fit(box, image.size or (0, 0), account)
-            if xywh is not None:
-                self._entries.append(
-                    {
-                        **box.fields,
-                        "image_id": entry["id"],
-                        "category_id": self._category_ids[index],
-                        "bbox": xywh,
-                        "iscrowd": int(box.is_crowd),
-                    }
-                )
+            if xywh is None:
+                continue
+            self._entries.append(
+                {
+                    **box.fields,
+                    "image_id": entry["id"],
+                    "category_id": category_id,
+                    "bbox": xywh,
+                    "iscrowd": int(box.is_crowd),
+                }
+            )
         account.used["box"] += len(self._entries) - num_boxes_before
         if len(account.clipped) > num_clipped_before:
             self._result.clipped[name] = account.clipped[num_clipped_before:]
 
+    def _find_category_id(self, box: Box, account: Account) -> int | None:
+        """Returns the id of a box's class, or None if the class is unknown.
+
+        Then the box is left out, and added to the account.
+        """
+        index = box.class_index
+        if index is None:
+            index = self._index_of_name.get(box.class_name)
+        if index is not None:
+            return self._category_ids[index]
+        known = join_first(self._index_of_name, 5)
+        reason = f"its class {box.class_name!r} is not one of the classes {known}"
+        account.left_out.append(
+            LeftOut(kind="of an unknown class", where=box.location, reason=reason, item="box")
+        )
+        self.is_changed = True
+        return None
+
     def _fit(self, box: Box, image_size: tuple[int, int], account: Account) -> list[float] | None:
-        """Returns a box in pixels that lies in its image, or None if it is left out."""
+        """Returns a box [x, y, width, height] in pixels, clipped to the image.
+
+        Returns None if the box has no area or its center is outside of the image. Then it is left
+        out.
+
+        Args:
+            box: the box.
+            image_size: (width, height) in pixels.
+            account: account to which the box is added if it is clipped or left out.
+        """
         image_width, image_height = image_size
         x, y, width, height = box.xywh
         if box.is_relative:
@@ -425,7 +500,9 @@ class _Builder:
         if kind:
             self.is_changed = True
             reason += f": [{x:g}, {y:g}, {width:g}, {height:g}]"
-            account.left_out.append(LeftOut(kind, box.place, reason, "box"))
+            account.left_out.append(
+                LeftOut(kind=kind, where=box.location, reason=reason, item="box")
+            )
             return None
         right = x + width
         bottom = y + height
@@ -434,17 +511,18 @@ class _Builder:
         reaches_beyond = (
             min(x, y) < -MARGIN or right > image_width + MARGIN or bottom > image_height + MARGIN
         )
-        if box.fields and not reaches_beyond:  # COCO's ground truth stays as it is
+        is_from_coco = bool(box.fields)
+        if is_from_coco and not reaches_beyond:  # rounded boxes in COCO files are kept
             return [x, y, width, height]
         if reaches_beyond:
-            account.clipped.append(box.place)
+            account.clipped.append(box.location)
         self.is_changed = True
         left = max(x, 0)
         top = max(y, 0)
         return [left, top, min(right, image_width) - left, min(bottom, image_height) - top]
 
-    def number(self) -> list[Entry]:
-        """Returns the annotations. Ids are kept if all are numbers and different."""
+    def assign_ids(self) -> list[Entry]:
+        """Returns the annotations of all images, with new ids if ids are missing or repeated."""
         ids = [entry.get("id") for entry in self._entries]
         is_valid = all(type(id_) is int and abs(id_) < 2**53 for id_ in ids)
         if not is_valid or len(set(ids)) < len(ids):
@@ -464,11 +542,11 @@ def check_same_classes(train: Annotations, val: Annotations) -> None:
     if train.class_names == val.class_names:
         return
     files = f"'{train.origin}' and '{val.origin}'"
-    for one, other in ((train, val), (val, train)):
-        missing = [repr(name) for name in one.class_names if name not in other.class_names]
+    for complete, lacking in ((train, val), (val, train)):
+        missing = [repr(name) for name in complete.class_names if name not in lacking.class_names]
         if missing:
             raise UserError(
-                f"the categories of {files} differ: '{other.origin}' lacks {join_first(missing)}"
+                f"the categories of {files} differ: '{lacking.origin}' lacks {join_first(missing)}"
             )
     train_names = join_first(map(repr, train.class_names))
     val_names = join_first(map(repr, val.class_names))
@@ -479,7 +557,12 @@ def check_same_classes(train: Annotations, val: Annotations) -> None:
 
 
 def is_inside(box: Sequence[float], image: Entry) -> bool:
-    """Returns whether a box (XYWH) lies in an image, up to the rounding of its sides."""
+    """Returns whether a box lies in an image, with a tolerance of ``MARGIN`` pixels.
+
+    Args:
+        box: [x, y, width, height] in pixels.
+        image: the image's entry in COCO's list.
+    """
     x, y, width, height = box
     fits_width = x >= -MARGIN and x + width <= image["width"] + MARGIN
     fits_height = y >= -MARGIN and y + height <= image["height"] + MARGIN

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""All files of a data set's folder, walked once, and the kinds of label files among them."""
+"""Lists the files of a data set's folder, and finds the images and label files among them."""
 
 import os
 import re
@@ -25,7 +25,7 @@ _COMPANION_WORDS = frozenset(
         *("thumb", "thumbs", "thumbnail", "thumbnails", "preview", "previews"),
     }
 )
-# The cached properties of a ``FileTree``, which adding a folder changes.
+# The cached properties of a ``FileTree``. They are computed again after a folder is added.
 _CACHED = (
     "all_images",
     "companions",
@@ -42,12 +42,13 @@ def walk(
 ) -> Iterator[str]:
     """Yields the files below a folder, sorted by name, files before subfolders.
 
-    Hidden names are skipped. Links to folders outside are followed once, after all other folders.
+    Hidden files and folders are skipped. A link to a folder is followed after all other folders,
+    and only if its target has not been walked.
 
     Args:
         root: the folder, absolute.
-        known: folders that are not walked again.
-        skipped: a list to which links and folders that are not walked are added.
+        known: folders that have been walked before, and are skipped.
+        skipped: a list to which each link or folder that is skipped is added.
 
     Raises:
         UserError: the root does not exist, or cannot be read.
@@ -59,18 +60,25 @@ def walk(
     if skipped is None:
         skipped = []
     walked = [os.path.realpath(path) for path in (root, *known)]
-    folders: list[str] = [root]
-    links: list[str] = []
+    folders: list[str] = [root]  # a stack: the last folder is walked next
+    links: list[str] = []  # links to folders, walked after all folders
     while folders or links:
         folder = folders.pop() if folders else links.pop(0)
         if folder in known:
             continue
         if os.path.islink(folder) and folder != root:
             target = os.path.realpath(folder)
-            if any(is_below(target, path) or is_below(path, target) for path in walked):
+            overlaps = any(is_below(target, path) or is_below(path, target) for path in walked)
+            if overlaps:
                 reason = f"it is a link to '{target}', which is searched already"
                 skipped.append(
-                    LeftOut("behind a link", folder, reason, "other file", is_fault=False)
+                    LeftOut(
+                        kind="behind a link",
+                        where=folder,
+                        reason=reason,
+                        item="other file",
+                        is_fault=False,
+                    )
                 )
                 continue
             walked.append(target)
@@ -80,7 +88,9 @@ def walk(
             if folder == root:
                 raise UserError(f"the folder '{root}' cannot be read: {error.strerror}") from error
             reason = f"it cannot be read: {error.strerror}"
-            skipped.append(LeftOut("in a closed folder", folder, reason, "other file"))
+            skipped.append(
+                LeftOut(kind="in a closed folder", where=folder, reason=reason, item="other file")
+            )
             continue
         subfolders: list[str] = []
         for entry in entries:
@@ -89,7 +99,7 @@ def walk(
             try:
                 is_folder = entry.is_dir()
                 is_file = entry.is_file()
-            except OSError:
+            except OSError:  # such as a link to itself
                 is_folder = False
                 is_file = False
             if is_folder and entry.is_symlink():
@@ -100,21 +110,30 @@ def walk(
                 yield entry.path
             else:
                 reason = "it is a link to nothing, or no regular file"
-                skipped.append(LeftOut("that cannot be opened", entry.path, reason, "other file"))
+                skipped.append(
+                    LeftOut(
+                        kind="that cannot be opened",
+                        where=entry.path,
+                        reason=reason,
+                        item="other file",
+                    )
+                )
         folders += reversed(subfolders)
 
 
 class FileTree:
-    """The files below folders. Hidden files and folders are skipped, and links are followed once.
+    """The files of a data set, by type: images, label files of each kind, and other files.
+
+    They are below ``root`` and below folders that are added later. Hidden files are skipped.
 
     Attributes:
-        root: the first folder. Names in label files are relative to it.
+        root: the folder of the data set.
         label_file: the only file that may have labels; None if all may.
-        images: paths of images, by folder and name, files before subfolders.
-        unread_images: paths of images in formats that are not read.
-        others: paths of all other files.
-        skipped: links that are not followed.
-        preferred: folder whose images are preferred among those of one name; "" for none.
+        images: paths of the images, sorted by name, files before subfolders.
+        unread_images: paths of images in formats that cannot be read.
+        other_files: paths of all files that are no images, so also of the label files.
+        skipped: links that were not followed, and folders that could not be read.
+        preferred: folder whose images are preferred if several images have a name; "" for none.
     """
 
     def __init__(
@@ -141,7 +160,7 @@ class FileTree:
             self.label_file = os.path.abspath(label_file)
         self.images: list[str] = []
         self.unread_images: list[str] = []
-        self.others: list[str] = []
+        self.other_files: list[str] = []
         self.skipped: list[LeftOut] = []
         self.preferred = ""
         self.add(self.root)
@@ -165,16 +184,16 @@ class FileTree:
             elif is_unread_image(file):
                 self.unread_images.append(file)
             else:
-                self.others.append(file)
+                self.other_files.append(file)
 
     def prefer(self, folder: str | Path) -> None:
-        """Walks a folder, and prefers its images among those of one name."""
+        """Adds a folder, whose images are preferred if several images have a name."""
         self.add(folder)
         self.preferred = os.path.abspath(folder)
 
     @property
     def other_roots(self) -> list[str]:
-        """The folders that have been added."""
+        """The folders that were added after the root."""
         return self._roots[1:]
 
     def has(self, path: str) -> bool:
@@ -190,15 +209,15 @@ class FileTree:
 
     @cached_property
     def all_images(self) -> list[str]:
-        """Paths of images in all formats, without ``companions``; those not read are last."""
+        """``images``, followed by ``unread_images``, without masks and previews."""
         return [path for path in (*self.images, *self.unread_images) if path not in self.companions]
 
     @cached_property
     def companions(self) -> frozenset[str]:
-        """Masks and previews of other images.
+        """Images that are masks or previews of other images.
 
-        These are the images in folders of such names, if at least half of them are named like
-        images elsewhere.
+        These are all images in a folder with a name such as "masks", if at least half of them have
+        the file name of an image in another folder.
         """
         candidates: dict[str, list[str]] = defaultdict(list)  # by folder
         other_stems: set[str] = set()
@@ -228,7 +247,10 @@ class FileTree:
 
     @cached_property
     def _images_by_name(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-        """Images by exact names and stems, and by folded ones."""
+        """Maps names to images: first exact names, and then names as ``fold`` returns them.
+
+        Each image has two names, with and without its suffix.
+        """
         exact: dict[str, list[str]] = defaultdict(list)
         folded: dict[str, list[str]] = defaultdict(list)
         for path in self.all_images:
@@ -240,10 +262,11 @@ class FileTree:
         return exact, folded
 
     def find_images(self, name: str) -> list[str]:
-        """Returns the images whose file name is ``name``, with or without a suffix.
+        """Returns the images whose file name, with or without the suffix, is ``name``.
 
-        If there are none, names that are equal up to case, Unicode form and percent signs are
-        returned, and last, those that differ in the suffix only.
+        If there are none, returns images whose names differ in case or Unicode form, or have the
+        characters that percent signs in ``name`` stand for. If there are none either, returns
+        images whose names differ in the suffix.
         """
         exact, folded = self._images_by_name
         if name in exact:  # the usual case
@@ -259,7 +282,7 @@ class FileTree:
 
     @cached_property
     def label_files(self) -> dict[str, list[str]]:
-        """Maps kinds, such as "coco", "voc" or "yolo", to the label files of that kind."""
+        """Maps each kind of label file, such as "coco", "voc" or "yolo", to the files' paths."""
         files_of_kind: dict[str, list[str]] = defaultdict(list)
         if self.label_file:
             name = self._find_kind_of_only_file(self.label_file)
@@ -268,14 +291,15 @@ class FileTree:
             if not any(kind.name == name and kind.names_others for kind in self._kinds):
                 return files_of_kind
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for path in self.others:
+        for path in self.other_files:
             if path != self.label_file:
                 groups[os.path.dirname(path), suffix_of(path)].append(path)
         for files in groups.values():
             names = self._find_kinds(files)
             usual = self._find_kind_of_one_image(names)
             for path, name in zip(files, names, strict=True):
-                # A file beside others, named like an image, has its labels, even if it is damaged.
+                # A file that is named like an image is a damaged label file, if other files of the
+                # folder are label files.
                 if not name and self.find_images(stem_of(path)):
                     name = usual
                 if name:
@@ -283,10 +307,11 @@ class FileTree:
         return files_of_kind
 
     def _find_kinds(self, files: Sequence[str]) -> list[str]:
-        """Returns the kinds of the files of one suffix in a folder.
+        """Returns the kind of each file, or "" if it is no label file.
 
-        Many files are not all opened: if a sample of those that are named like images has one kind,
-        all of these have it. An empty file has the kind of the others, and no objects.
+        ``files`` are all files of one suffix in a folder. In a large folder, only some of the files
+        that are named like images are opened. If they are of one kind, all of these files are. An
+        empty file is a label file without objects, of the same kind as other files in the folder.
         """
         if len(files) > _MAX_OPENED:
             named_like_images = [path for path in files if self.find_images(stem_of(path))]
@@ -300,14 +325,14 @@ class FileTree:
         return [usual if name == "empty" else name for name in names]
 
     def _find_kind_of_one_image(self, names: Sequence[str]) -> str:
-        """Returns the first kind whose files have the labels of one image; "" if there is none."""
+        """Returns the first of ``names`` whose files have the labels of one image, or ""."""
         return next((name for name in names if name in self._per_image), "")
 
     def _find_kind_of_only_file(self, path: str) -> str:
-        """Returns the kind of the only file that may have labels; "" if it has none.
+        """Returns the kind of the only file that may have labels, or "" if it is no label file.
 
-        If its content matches no kind, but only one kind has its suffix, it is of that kind. Then
-        the reader of that kind tells what is wrong.
+        If its content matches no kind, and only one kind has its suffix, returns this kind. Reading
+        the file then fails with an error that tells what is wrong.
         """
         name = find_kind(path, self._kinds)
         if name not in ("", "empty"):
@@ -316,7 +341,7 @@ class FileTree:
         return possible[0] if len(possible) == 1 else ""
 
     def list_other_labels(self, kind: str) -> list[str]:
-        """Returns the label files of one image each that are of another kind."""
+        """Returns the label files that have the labels of one image, and are not of ``kind``."""
         others = self._per_image - {kind}
         return [path for other in sorted(others) for path in self.label_files.get(other, ())]
 
@@ -327,7 +352,7 @@ def stem_of(path: str) -> str:
 
 
 def fold(name: str) -> str:
-    """Returns a name in one Unicode form and lower case, to compare it with others."""
+    """Returns a name in Unicode's form NFC and in lower case, to compare it with other names."""
     return unicodedata.normalize("NFC", name).casefold()
 
 

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Registers image folders, with class labels or without labels.
+"""Registers folders of images with Detectron2, with class labels or without labels.
 
-The files are listed by name when a set is first loaded. Class indices are specific to a set, so
-labels of several sets are matched by class name.
+The files are listed when a data set is first loaded. Each data set numbers its own classes, so the
+labels of several data sets are matched by class name.
 """
 
 import logging
@@ -108,6 +108,7 @@ def load_image_folders(
 
 
 def _list_records(trees: Sequence[FileTree], *, labelled: bool) -> tuple[Records, list[str]]:
+    """Returns the records of all images in the trees, and the sorted class names."""
     if labelled:
         pairs = [pair for tree in trees for pair in _list_labelled(tree)]
         class_names = sorted({class_name for _, class_name in pairs})
@@ -138,7 +139,7 @@ def load_class_folders(train_folder: PathLike, val_folder: PathLike) -> tuple[Re
 
 
 def list_images(folder: PathLike) -> list[str]:
-    """Returns the paths of all images in a folder and its subfolders, see ``FileTree``.
+    """Returns the paths of all images in a folder and its subfolders, without hidden files.
 
     Raises a ``UserError`` if there are no images.
     """
@@ -166,23 +167,29 @@ def account_for_folders(folders: Sequence[PathLike]) -> Account:
 
 
 def _account_for(trees: Sequence[FileTree], *, labelled: bool) -> Account:
-    """Returns the account of image folders: images that are used, and all other files."""
+    """Returns the account of image folders. With ``labelled``, subfolders are classes."""
     account = Account()
     for tree in trees:
         account.left_out += tree.skipped
         for path in tree.unread_images:
             kind, reason = describe_format(path)
-            account.left_out.append(LeftOut(kind, path, reason))
+            account.left_out.append(LeftOut(kind=kind, where=path, reason=reason))
         for path in tree.images:
             if labelled and os.path.dirname(path) == tree.root:
                 reason = f"it is in no class folder of '{tree.root}'"
-                account.left_out.append(LeftOut("in no class folder", path, reason))
+                account.left_out.append(
+                    LeftOut(kind="in no class folder", where=path, reason=reason)
+                )
             else:
                 account.used["image"] += 1
-        for path in tree.others:
+        for path in tree.other_files:
             account.left_out.append(
                 LeftOut(
-                    "without pixels", path, "only images are used", "other file", is_fault=False
+                    kind="without pixels",
+                    where=path,
+                    reason="only images are used",
+                    item="other file",
+                    is_fault=False,
                 )
             )
     return account
@@ -206,7 +213,8 @@ def load_classes(sets: Sequence[str], class_names: Sequence[str]) -> Records:
 def _list_labelled(tree: FileTree) -> Pairs:
     """Returns (path, class name) of the images in a folder with class folders.
 
-    Images outside of class folders are left out, see ``_account_for``.
+    Images outside of class folders are left out. Raises a ``UserError`` if no image is in a class
+    folder.
     """
     pairs = []
     for path in _require_images(tree):
@@ -219,7 +227,10 @@ def _list_labelled(tree: FileTree) -> Pairs:
 
 
 def _load_labelled(name: str) -> Pairs:
-    """Returns (path, class name) of the images of a registered set."""
+    """Returns (path, class name) of the images of a registered set.
+
+    Raises a ``UserError`` if the set has no labels.
+    """
     records = DatasetCatalog.get(name)
     class_names = MetadataCatalog.get(name).get("folder_classes")
     if not class_names or any("label" not in record for record in records):
@@ -231,7 +242,10 @@ def _load_labelled(name: str) -> Pairs:
 
 
 def _label(pairs: Pairs, class_names: Sequence[str], name: str) -> Records:
-    """Returns records whose labels index ``class_names``. ``name`` is for the message."""
+    """Returns a record for each image. Its ``label`` is the index of its class in ``class_names``.
+
+    Raises a ``UserError``, which names the data set ``name``, if a class is not in ``class_names``.
+    """
     labels = {class_name: label for label, class_name in enumerate(class_names)}
     unknown = sorted({class_name for _, class_name in pairs} - labels.keys())
     if unknown:

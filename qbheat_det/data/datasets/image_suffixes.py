@@ -1,31 +1,31 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Which files are images, by their suffix, and which of them are read."""
+"""Tells by the suffix of a file whether it is an image, and whether its format can be read."""
 
 import os
 
 IMAGE_SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".jfif", ".jpe", ".png", ".bmp", ".webp", ".tif", ".tiff"}
 )
-"""Suffixes of images that are read, in lower case."""
+"""Suffixes of images in formats that can be read, in lower case."""
 UNREAD_SUFFIXES = frozenset(
     {
         *(".arw", ".avif", ".cr2", ".cr3", ".dcm", ".dng", ".exr", ".gif", ".heic", ".heif"),
         *(".jp2", ".jxl", ".nef", ".orf", ".pgm", ".ppm", ".psd", ".raf", ".rw2", ".svg", ".tga"),
     }
 )
-"""Suffixes of images in formats that are not read, in lower case."""
+"""Suffixes of images in formats that cannot be read, in lower case."""
 
 
 def describe_format(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """Returns the kind and the reason of an image that is left out for its format."""
+    """Returns ``LeftOut.kind`` and ``LeftOut.reason`` of an image in an unread format."""
     suffix = suffix_of(path).lstrip(".")
     return f"in {suffix.upper()} format", "its format is not read: convert it to JPEG or PNG"
 
 
 def is_image(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a file is an image that is read, by its suffix.
+    """Returns whether a file is an image in a format that can be read, by its suffix.
 
-    Telephones and messengers name some JPEG files ".heic": such a file is opened to look at it.
+    A file with the suffix ".heic" is opened, because phones and messengers give it to some JPEGs.
     """
     suffix = suffix_of(path)
     if suffix in (".heic", ".heif"):
@@ -34,12 +34,12 @@ def is_image(path: str | os.PathLike[str]) -> bool:
 
 
 def is_unread_image(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a file is an image in a format that is not read."""
+    """Returns whether a file is an image in a format that cannot be read, by its suffix."""
     return suffix_of(path) in UNREAD_SUFFIXES and not is_image(path)
 
 
 def is_image_name(name: str) -> bool:
-    """Returns whether a file of this name is an image, in a format that is read or not."""
+    """Returns whether a file of this name is an image in any format."""
     return suffix_of(name) in IMAGE_SUFFIXES | UNREAD_SUFFIXES
 
 

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Kinds of label files, and how they are recognized by the first and the last characters.
+"""Kinds of label files, and how a file's kind is recognized.
 
-Each format lists its kinds. A large file is not read to recognize it.
+Each format lists its kinds. Only the start and the end of a file are read to recognize it.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ class LabelKind(NamedTuple):
     """A kind of label file.
 
     Attributes:
-        name: name of the kind.
-        suffixes: suffixes of the files, in lower case.
-        matches: returns whether a file is of this kind.
-        has_one_image: whether a file has the labels of one image.
-        names_others: whether a file names label files, which are then looked for too.
+        name: name of the kind, such as "coco".
+        suffixes: possible suffixes of the files, in lower case.
+        matches: returns whether a file is of this kind, by its start and end.
+        has_one_image: whether a file has the labels of only one image.
+        names_others: whether a file tells which other label files the data set has.
     """
 
     name: str
@@ -42,14 +42,19 @@ class LabelKind(NamedTuple):
 
 @dataclass(frozen=True)
 class Ends:
-    """The start of a file, and the start together with the end."""
+    """The text at the start and at the end of a file.
+
+    Attributes:
+        start: the first 16 KiB.
+        both: the first 16 KiB, followed by the last 16 KiB.
+    """
 
     start: str
     both: str
 
     @cached_property
     def keys(self) -> str:
-        """Both ends of a JSON file, without spaces between keys and colons."""
+        """``both`` without spaces between a JSON key and its colon."""
         return re.sub(r'"\s+:', '":', self.both)
 
     @cached_property
@@ -59,7 +64,7 @@ class Ends:
         return list(itertools.islice(lines, _NUM_LINES))
 
     def have_keys(self, groups: Sequence[Sequence[str]]) -> bool:
-        """Returns whether the ends of a JSON file have all keys of one of several groups."""
+        """Returns whether a JSON file has all keys of at least one group in its start and end."""
         return any(all(f'"{key}":' in self.keys for key in group) for group in groups)
 
     @classmethod
@@ -78,7 +83,7 @@ class Ends:
 
 
 def _decode_start(head: bytes) -> str:
-    """Decodes the start of a file, which may end within a character."""
+    """Decodes the start of a file, which may end in the middle of a character."""
     for cut in range(4):
         with contextlib.suppress(UnicodeDecodeError):
             text = head[: len(head) - cut].decode("utf-8-sig")
@@ -122,7 +127,10 @@ def json_object(*keys: Sequence[str]) -> Matches:
 
 
 def json_list(*keys: Sequence[str]) -> Matches:
-    """Returns a test for a JSON list, see ``json_object``."""
+    """Returns a test for a JSON list that has all keys of one of several groups.
+
+    The keys may be at any depth, near the start or the end of the file.
+    """
 
     def matches(ends: Ends) -> bool:
         return ends.start.lstrip().startswith("[") and ends.have_keys(keys)

@@ -19,32 +19,32 @@ MARGIN = 1.5
 XYWH = tuple[float, float, float, float]
 
 BROKEN = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
-"""Exceptions that the content of a foreign file raises while it is read."""
+"""Exceptions that code raises while it reads a label file with unexpected content."""
 
 
 class NoBoxError(ValueError):
-    """A shape that cannot have a box, such as a point. To leave it out is no fault."""
+    """A shape without a bounding box, such as a point. It is left out, which is no fault."""
 
 
 class Box(NamedTuple):
-    """A box and its class.
+    """A labelled box.
 
     Attributes:
-        place: location in the label file, for messages.
-        name: class name.
-        xywh: left, top, width and height, in pixels or in shares of the image's sides.
-        is_relative: whether ``xywh`` are shares of the sides.
+        location: file and line or entry of the box, for messages.
+        class_name: name of its class.
+        xywh: left edge, top edge, width and height, in pixels or in fractions of the image's sides.
+        is_relative: whether ``xywh`` are fractions of the image's sides.
         is_crowd: whether the box marks a region that training and evaluation ignore.
-        category: index in the list of classes; None if the class is known by its name only.
-        fields: other COCO fields, such as "segmentation".
+        class_index: index in the list of classes; None if the label file only names the class.
+        fields: the annotation's other COCO fields, such as "segmentation".
     """
 
-    place: str
-    name: str
+    location: str
+    class_name: str
     xywh: XYWH
     is_relative: bool = False
     is_crowd: bool = False
-    category: int | None = None
+    class_index: int | None = None
     fields: Mapping[str, Any] = {}
 
 
@@ -53,68 +53,95 @@ class LabelledImage:
     """An image and its boxes, or the reason why it cannot be used.
 
     Attributes:
-        place: location of the image's entry in the label file, for messages.
+        location: file and line or entry that names the image, for messages.
         name: name, path or URL of the image in the label file; "" if ``file`` is already known.
         file: path of the image file; "" until ``name`` is located.
-        label_file: path of the file that has the labels of this image only; "" if there is none.
-        entry_file: path of the file that names this image among others; "" if there is none.
+        label_file: path of the file with the labels of only this image; "" if there is none.
+        entry_file: path of the file that lists this and other images; "" if there is none.
         size: (width, height) in pixels if the label file has them.
         boxes: boxes that could be read; empty for an image without objects.
-        left_out: boxes that could not be read.
-        reason: why the image is left out; None if it is used.
+        left_out_boxes: boxes that could not be read, with the reasons.
+        exclusion: why the image is left out; None if it is used.
         id: id in a COCO file.
-        fields: other COCO fields of the image.
+        fields: the image's other COCO fields.
     """
 
-    place: str
+    location: str
     name: str = ""
     file: str = ""
     label_file: str = ""
     entry_file: str = ""
     size: Size | None = None
     boxes: list[Box] = field(default_factory=list)
-    left_out: list[LeftOut] = field(default_factory=list)
-    reason: LeftOut | None = None
+    left_out_boxes: list[LeftOut] = field(default_factory=list)
+    exclusion: LeftOut | None = None
     id: int | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     @contextlib.contextmanager
-    def reading(self, place: str) -> Iterator[str]:
-        """Leaves out the box at ``place`` if its content raises an exception. Yields ``place``."""
-        try:
-            yield place
-        except NoBoxError as error:
-            self.left_out.append(LeftOut("without a box", place, str(error), "box", is_fault=False))
-        except BROKEN as error:
-            self.leave_out_box(place, describe(error))
+    def skip_invalid_box(self, location: str) -> Iterator[str]:
+        """Context for reading a box: if the box is invalid, it is left out, and reading goes on.
 
-    def leave_out_box(self, place: str, reason: str, kind: str = "that cannot be read") -> None:
-        """Leaves out the box at ``place``."""
-        self.left_out.append(LeftOut(kind, place, reason, "box"))
+        The exceptions ``NoBoxError`` and ``BROKEN`` are caught. They add the box at ``location``
+        to ``left_out_boxes``, with the exception's message as the reason. All other exceptions
+        propagate. Yields ``location``.
+        """
+        try:
+            yield location
+        except NoBoxError as error:
+            self.left_out_boxes.append(
+                LeftOut(
+                    kind="without a box",
+                    where=location,
+                    reason=str(error),
+                    item="box",
+                    is_fault=False,
+                )
+            )
+        except BROKEN as error:
+            self.leave_out_box(location, describe(error))
+
+    def leave_out_box(self, location: str, reason: str, kind: str = "that cannot be read") -> None:
+        """Adds the box at ``location`` to ``left_out_boxes``."""
+        self.left_out_boxes.append(LeftOut(kind=kind, where=location, reason=reason, item="box"))
 
     def leave_out(self, kind: str, reason: str, *, is_fault: bool = True) -> None:
-        """Leaves out the image."""
-        self.reason = LeftOut(kind, self.place, reason, "image", is_fault)
+        """Sets ``exclusion``, so that the image is not used."""
+        self.exclusion = LeftOut(
+            kind=kind, where=self.location, reason=reason, item="image", is_fault=is_fault
+        )
 
-    def miss(self, reason: str) -> None:
-        """Records that there is no such image file."""
-        self.reason = LeftOut("that label files name", self.place, reason, "missing image")
+    def mark_missing(self, reason: str) -> None:
+        """Sets ``exclusion`` to say that the image file does not exist."""
+        self.exclusion = LeftOut(
+            kind="that label files name", where=self.location, reason=reason, item="missing image"
+        )
 
-    def add(
+    def add_box(
         self,
-        place: str,
-        name: object,
+        location: str,
+        class_name: object,
         points: Iterable[Iterable[Any]],
         *,
         is_relative: bool = False,
         is_box: bool = False,
         is_crowd: bool = False,
-        category: int | None = None,
+        class_index: int | None = None,
     ) -> None:
-        """Adds an object of class ``name`` with the bounding box of points (n, 2), see ``Box``.
+        """Appends the bounding box of points to ``boxes``.
 
-        With ``is_box``, the points must be the top left and the bottom right corner. Raises a
-        ``ValueError`` if the points are invalid or the class is missing.
+        Args:
+            location: file and line or entry of the box, for messages.
+            class_name: name of the class, which is converted to a string.
+            points: (x, y) of one point or more, as numbers or texts.
+            is_relative: whether the points are in fractions of the image's sides, not in pixels.
+            is_box: whether the points are the top left and the bottom right corner of a box.
+            is_crowd: whether training and evaluation ignore the box.
+            class_index: index in the list of classes, if the label file has it.
+
+        Raises:
+            ValueError: a coordinate is no finite number, the corners of a box are swapped, or the
+                class is missing.
         """
         points = [list(point) for point in points]
         try:
@@ -129,12 +156,21 @@ class LabelledImage:
             raise ValueError(
                 f"its right or bottom edge is before the left or top one: {short(points)}"
             )
-        if name is None or not str(name).strip():
+        if class_name is None or not str(class_name).strip():
             raise ValueError("it has no class")
         left = min(xs)
         top = min(ys)
         xywh = (left, top, max(xs) - left, max(ys) - top)
-        self.boxes.append(Box(place, str(name).strip(), xywh, is_relative, is_crowd, category))
+        self.boxes.append(
+            Box(
+                location=location,
+                class_name=str(class_name).strip(),
+                xywh=xywh,
+                is_relative=is_relative,
+                is_crowd=is_crowd,
+                class_index=class_index,
+            )
+        )
 
 
 def corners(x: float, y: float, width: float, height: float) -> list[tuple[float, float]]:
@@ -145,7 +181,11 @@ def corners(x: float, y: float, width: float, height: float) -> list[tuple[float
 def enclose_ellipse(
     x: float, y: float, rx: float, ry: float, degrees: float = 0.0
 ) -> list[tuple[float, float]]:
-    """Returns the corners of the box around an ellipse, which is rotated around its centre."""
+    """Returns the top left and the bottom right corner of the bounding box of an ellipse.
+
+    (x, y) is the centre of the ellipse, and ``rx`` and ``ry`` are its half axes. The ellipse is
+    rotated around its centre.
+    """
     turn = math.radians(degrees)
     half_width = math.hypot(rx * math.cos(turn), ry * math.sin(turn))
     half_height = math.hypot(rx * math.sin(turn), ry * math.cos(turn))
@@ -155,7 +195,7 @@ def enclose_ellipse(
 def rotate(
     points: Iterable[tuple[float, float]], degrees: float, around: tuple[float, float]
 ) -> list[tuple[float, float]]:
-    """Rotates points clockwise around a point (in images, y points down)."""
+    """Rotates points (x, y) clockwise around the point ``around``. The y-axis points down."""
     turn = math.radians(degrees)
     cosine = math.cos(turn)
     sine = math.sin(turn)
@@ -176,12 +216,12 @@ def rotate_box(
     degrees: float,
     around: tuple[float, float],
 ) -> list[tuple[float, float]]:
-    """Returns the four corners of a box that is rotated clockwise around a point."""
+    """Rotates a box clockwise around the point ``around``, and returns its four corners (x, y)."""
     return rotate([(left, top), (right, top), (right, bottom), (left, bottom)], degrees, around)
 
 
 def describe(error: Exception) -> str:
-    """Returns the reason in an exception that the content of a file raised."""
+    """Converts one of the exceptions ``BROKEN`` to a reason that users understand."""
     if isinstance(error, KeyError):
         return f"it has no {error}"
     if isinstance(error, IndexError | TypeError | AttributeError):

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Recognizes the data set in a folder by its label files, or as a set of class folders."""
+"""Recognizes the data set in a folder: by its label files, or else by class folders."""
 
 import os
 import re
@@ -23,6 +23,7 @@ _LINE_OF_WIDER = re.compile(r"^\s*(-?\d+\s+){9}-?\d+\s*$")
 
 
 def _is_wider_face(ends: Ends) -> bool:
+    """Returns whether a file is of WIDER FACE: after an image's name come the number and boxes."""
     lines = ends.lines
     if len(lines) < 3:
         return False
@@ -34,31 +35,33 @@ def _is_labelme_xml(ends: Ends) -> bool:
     return "<annotation>" in text and "<polygon>" in text and "<bndbox>" not in text
 
 
-# Kinds of label files that are recognized and not read, and what to do.
+# Maps kinds of label files that are not read to an explanation for the user.
 _REFUSED = {
     LabelKind(
-        "coco results", (".json",), json_list(("image_id", "bbox", "score"))
+        name="coco results", suffixes=(".json",), matches=json_list(("image_id", "bbox", "score"))
     ): "the results of a detector, and no data set: name the annotation file that the results "
     "belong to",
     LabelKind(
-        "datumaro", (".json",), json_object(("items", "categories"))
+        name="datumaro", suffixes=(".json",), matches=json_object(("items", "categories"))
     ): "a data set of Datumaro: export COCO instead",
     LabelKind(
-        "ground truth", (".manifest", ".jsonl"), starts_with('"source-ref"')
+        name="ground truth", suffixes=(".manifest", ".jsonl"), matches=starts_with('"source-ref"')
     ): "a manifest of SageMaker Ground Truth: convert it to COCO",
     LabelKind(
-        "labelbox", (".ndjson", ".jsonl"), starts_with('"data_row"')
+        name="labelbox", suffixes=(".ndjson", ".jsonl"), matches=starts_with('"data_row"')
     ): "an export of Labelbox: export COCO instead",
     LabelKind(
-        "labelme xml", (".xml",), _is_labelme_xml
+        name="labelme xml", suffixes=(".xml",), matches=_is_labelme_xml
     ): "XML files of the LabelMe website: export COCO, Pascal VOC or 'CVAT for images' instead",
     LabelKind(
-        "via3", (".json",), json_object(("project", "metadata", "vid"))
+        name="via3", suffixes=(".json",), matches=json_object(("project", "metadata", "vid"))
     ): "a project of VIA 3: export COCO instead",
     LabelKind(
-        "visdrone", (".txt",), lines_like(r"^\s*(-?\d+,){7}-?\d+,?\s*$")
+        name="visdrone", suffixes=(".txt",), matches=lines_like(r"^\s*(-?\d+,){7}-?\d+,?\s*$")
     ): "labels of VisDrone: convert them to COCO or YOLO",
-    LabelKind("wider face", (".txt",), _is_wider_face): "lists of WIDER FACE: convert them to COCO",
+    LabelKind(
+        name="wider face", suffixes=(".txt",), matches=_is_wider_face
+    ): "lists of WIDER FACE: convert them to COCO",
 }
 KINDS = (*_REFUSED, *(kind for format in FORMATS.values() for kind in format.kinds))
 """All kinds of label files. The first that matches a file is its kind."""
@@ -87,14 +90,14 @@ _MASK_WORDS = frozenset({"mask", "masks", "segmentation", "segmentations", "seg"
 
 @dataclass(frozen=True)
 class Recognized:
-    """A data set in a tree of files.
+    """The data set that was found in a tree of files.
 
     Attributes:
         tree: the files of the data set.
         format: the format of its labels; None for class folders.
         labels: its label files; None for class folders.
-        folders: the class folders of its parts.
-        notes: how it was found, and what else there is.
+        folders: maps each part of a data set of class folders to the folder that has them.
+        notes: which folder is used and what is not, one sentence each.
     """
 
     tree: FileTree
@@ -105,7 +108,7 @@ class Recognized:
 
     @property
     def parts(self) -> list[str]:
-        """The parts that are used: "all", or "train" and optionally "val"."""
+        """How the parts are used: ["all"], ["train"] or ["train", "val"]."""
         if self.labels is None:
             return list(self.folders)
         return list(choose_parts(self.labels.parts))
@@ -133,7 +136,7 @@ def recognize(tree: FileTree, wanted: str = "") -> Recognized:
         return _recognize_classes(tree)
     notes: list[str] = []
     if len(candidates) == 1:
-        (chosen,) = candidates  # its rank would need its images
+        (chosen,) = candidates
     else:
         candidates.sort(key=lambda candidate: candidate.rank, reverse=True)
         chosen, *others = candidates
@@ -142,22 +145,23 @@ def recognize(tree: FileTree, wanted: str = "") -> Recognized:
         return Recognized(tree, chosen.format, chosen.labels, notes=notes)
     folder = chosen.path
     notes.append(f"the data set in '{folder}' is used")
-    if not any(is_below(path, folder) for path in tree.all_images):
+    has_images = any(is_below(path, folder) for path in tree.all_images)
+    if not has_images:
         return Recognized(tree, chosen.format, chosen.labels, notes=notes)
     nested = FileTree(folder, kinds=KINDS)
     for root in tree.other_roots:
         nested.add(root)
     nested.preferred = tree.preferred
-    nested.others += _list_files_above(tree, folder)  # may have the class names
+    nested.other_files += _list_files_above(tree, folder)  # one of them may list the class names
     inner = recognize(nested, chosen.format.name)
     return Recognized(inner.tree, chosen.format, inner.labels, notes=[*notes, *inner.notes])
 
 
 def _list_files_above(tree: FileTree, folder: str) -> list[str]:
-    """Returns the files between the root and a folder that are no label files."""
+    """Returns the files directly in the parents of a folder, up to the root, but no label files."""
     label_files = {path for files in tree.label_files.values() for path in files}
     files_above = []
-    for path in tree.others:
+    for path in tree.other_files:
         parent = os.path.dirname(path)
         if path not in label_files and is_below(folder, parent) and parent != folder:
             files_above.append(path)
@@ -165,7 +169,7 @@ def _list_files_above(tree: FileTree, folder: str) -> list[str]:
 
 
 class _Candidate:
-    """A data set that may be meant. Its images are found only if there is another one."""
+    """One of several data sets in a tree of files. Its labels are read only to compare them."""
 
     def __init__(self, tree: FileTree, format: Format, labels: LabelSet) -> None:
         self.format = format
@@ -184,7 +188,7 @@ class _Candidate:
                 return frozenset()
             for image in labels.images:
                 has_labels = bool(image.boxes or image.label_file)
-                if image.file and image.reason is None and has_labels:
+                if image.file and image.exclusion is None and has_labels:
                     files.add(image.file)
         return frozenset(files)
 
@@ -194,10 +198,10 @@ class _Candidate:
 
     @property
     def rank(self) -> tuple[object, ...]:
-        """Candidates with a higher rank are preferred.
+        """A tuple that is larger for better candidates.
 
-        A file that names the parts and classes decides, if its images are there. Then the number of
-        images does, and last the order of the table of formats.
+        The criteria are, in this order: a manifest whose images exist, the number of images, a
+        format that is not ``is_last``, a folder near the root, the order of ``FORMATS``.
         """
         order = list(FORMATS).index(self.format.name)
         has_manifest = bool(self.labels.manifests and self.images)
@@ -207,10 +211,10 @@ class _Candidate:
 
 
 def _compare(tree: FileTree, chosen: _Candidate, others: Sequence[_Candidate]) -> list[str]:
-    """Returns notes of the other data sets, which repeat the chosen one or are much smaller.
+    """Checks that the other data sets need not be used, and returns a note about each.
 
     Raises:
-        UserError: another data set has images that the chosen one lacks.
+        UserError: another data set would add more than ``_MAX_ADDED`` of the chosen one's images.
     """
     rivals = [chosen]
     notes = []
@@ -248,10 +252,10 @@ def _compare(tree: FileTree, chosen: _Candidate, others: Sequence[_Candidate]) -
 
 
 def choose_parts(parts: Mapping[str, Any]) -> dict[str, str]:
-    """Maps "all", or "train" and optionally "val", to names of parts that a data set has.
+    """Chooses the parts of a data set to use. Maps "all", or "train" and "val", to their names.
 
-    The test part is used for validation if there is no other. A part of unknown name is used for
-    training if there is no training part.
+    The part "all" is used for training if there is no part "train". The part "test" is used for
+    validation if there is no part "val". Without a part for training, this part has the role "all".
     """
     train = next((part for part in ("train", "all") if part in parts), None)
     val = next((part for part in ("val", "test") if part in parts), None)
@@ -263,7 +267,7 @@ def choose_parts(parts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _recognize_classes(tree: FileTree) -> Recognized:
-    """Recognizes a set of class folders. Raises a ``UserError`` for anything else."""
+    """Recognizes a data set of class folders. Raises a ``UserError`` if there is none."""
     refusal = _find_refusal(tree)
     if refusal:
         raise UserError(f"'{tree.root}' {refusal}")
@@ -286,9 +290,9 @@ def _recognize_classes(tree: FileTree) -> Recognized:
 
 
 def _find_root_of_classes(tree: FileTree) -> str:
-    """Returns the root of a tree, or the folder in it that has everything.
+    """Returns the folder that has the class folders or parts.
 
-    An unpacked export often has one folder on top.
+    This is the root, unless all images are in one folder below it, as in many zips.
     """
     root = tree.root
     while True:
@@ -303,7 +307,7 @@ def _find_root_of_classes(tree: FileTree) -> str:
 
 
 def _list_folders(tree: FileTree, root: str) -> list[str]:
-    """Returns the names of the direct subfolders that have images."""
+    """Returns the names of the direct subfolders of ``root`` that have images."""
     start = len(root.rstrip(os.sep)) + 1
     folders: dict[str, None] = {}
     for path in tree.all_images:
@@ -315,7 +319,10 @@ def _list_folders(tree: FileTree, root: str) -> list[str]:
 
 
 def _find_class_parts(tree: FileTree, root: str, names: Sequence[str]) -> dict[str, str]:
-    """Returns the folders of the training and the validation part, or {} if there are none."""
+    """Maps "train" and "val" to their folders of class folders, or returns {} without parts.
+
+    ``names`` are the subfolders of ``root``.
+    """
     folders: dict[str, str] = {}
     for name in names:
         part = part_of_name(name)
@@ -336,7 +343,7 @@ def _says_nothing(name: str) -> bool:
 
 
 def _find_refusal(tree: FileTree) -> str | None:
-    """Returns why the label files of a tree are not read, or None if there are none."""
+    """Returns why label files in a tree cannot be read, or None if no such files are found."""
     for kind, reason in _REFUSED.items():
         files = tree.label_files.get(kind.name)
         if files:
@@ -345,10 +352,10 @@ def _find_refusal(tree: FileTree) -> str | None:
         if has_unknown_boxes(path):
             return f"has a table of unknown columns: {describe_columns(path)}"
     stems = {stem_of(path) for path in tree.images}
-    named_like_images = [path for path in tree.others if stem_of(path) in stems]
+    named_like_images = [path for path in tree.other_files if stem_of(path) in stems]
     if 2 * len(named_like_images) > len(stems) > 1:
         return f"has label files of an unknown kind, such as '{named_like_images[0]}': {_ACCEPTED}"
-    for path in tree.others:
+    for path in tree.other_files:
         format_name = _REFUSED_SUFFIXES.get(suffix_of(path))
         if format_name:
             return f"has a {format_name} file, which is not read ('{path}'): convert it to COCO"
@@ -356,7 +363,8 @@ def _find_refusal(tree: FileTree) -> str | None:
 
 
 def _list_tables(tree: FileTree) -> list[str]:
-    files = [tree.label_file] if tree.label_file else tree.others
+    """Returns the tables that may have labels."""
+    files = [tree.label_file] if tree.label_file else tree.other_files
     return [path for path in files if suffix_of(path) in (".csv", ".tsv")]
 
 
@@ -369,14 +377,14 @@ def _refuse_file(tree: FileTree, path: str) -> str:
 
 
 def _explain_missing_labels(tree: FileTree) -> str:
-    """Returns a message for a tree without labels that are read."""
+    """Returns the message for a tree without label files and class folders."""
     masks = [path for path in tree.images if _is_in_mask_folder(tree, path)]
     tables = [path for path in _list_tables(tree) if names_images(path)]
     if tables and not masks:
         return describe_columns(tables[0])
     if not tree.all_images:
         archives = [
-            path for path in tree.others if suffix_of(path) in (".zip", ".7z", ".tar", ".gz")
+            path for path in tree.other_files if suffix_of(path) in (".zip", ".7z", ".tar", ".gz")
         ]
         if archives:
             return (
@@ -386,7 +394,7 @@ def _explain_missing_labels(tree: FileTree) -> str:
     if masks:
         return f"'{tree.root}' has masks, but no boxes, such as '{masks[0]}': {_ACCEPTED}"
     problem = "images without annotations"
-    suspicious = [path for path in tree.others if path.lower().endswith(_LABEL_SUFFIXES)]
+    suspicious = [path for path in tree.other_files if path.lower().endswith(_LABEL_SUFFIXES)]
     if suspicious:
         problem += f" (no labels were found in files such as '{suspicious[0]}')"
     return (
@@ -396,5 +404,6 @@ def _explain_missing_labels(tree: FileTree) -> str:
 
 
 def _is_in_mask_folder(tree: FileTree, path: str) -> bool:
+    """Returns whether a folder between the root and a file is named like masks."""
     folders = folders_of(tree, path)
     return any(_MASK_WORDS.intersection(split_words(folder)) for folder in folders)

@@ -1,8 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Opens the data sets given by ``--data``, and registers them with Detectron2.
 
-``open_source`` recognizes a path, and returns a ``DataSource`` with one ``Source`` per part. A
-``Source`` says what to read, and is saved in ``run.json``. ``read_annotations`` reads it.
+``open_source`` recognizes the data set in a file or folder, and returns a ``DataSource``. It has a
+``Source`` for each part of the data set. A ``Source`` tells how to read the part, and is saved in
+``run.json``. ``read_annotations`` reads the boxes of a ``Source``.
 """
 
 import contextlib
@@ -58,7 +59,7 @@ _MAX_EXPANSION = 200  # ratio of the unpacked size to the size of a zip
 
 @dataclass(frozen=True)
 class Source:
-    """A part of a data set, and how to read it. It is saved as JSON with each run.
+    """How to read a part of a data set. It is saved as JSON with each run.
 
     Attributes:
         format: a key of ``FORMATS``, "classes" (class folders) or "images" (no labels).
@@ -67,8 +68,10 @@ class Source:
         image_root: folder of the images of a label file; "" for the folder of the file.
         folders: folders of images, if the format is "classes" or "images".
         labelled: whether to read the boxes or classes.
-        classes: the classes, if the label files do not list them; () for those that occur.
-        split_file, split_part: a ``split.json``, and the part of the images to use; "" for all.
+        classes: names of the classes, if the label files do not list them; () for the classes of
+            the boxes.
+        split_file: path of a ``split.json`` that lists the images to use; "" to use all images.
+        split_part: the list in this file, "train" or "val".
     """
 
     format: str
@@ -98,7 +101,7 @@ class Source:
         return dataclasses.replace(self, labelled=False)
 
     def with_classes(self, classes: Sequence[str]) -> "Source":
-        """Returns the source with its classes set, if its label files do not list them."""
+        """Returns the source with these classes, or itself if its label files list the classes."""
         if not classes or not self.has_boxes or FORMATS[self.format].lists_classes:
             return self
         return dataclasses.replace(self, classes=tuple(classes))
@@ -124,13 +127,14 @@ class Source:
 
 @dataclass(frozen=True)
 class DataSource:
-    """An opened data set: its training source, its validation source or None, and their contents.
+    """An opened data set.
 
     Attributes:
-        train, val: the sources.
-        annotations: the images and boxes of both parts, by the name of the part; empty if the data
-            set has no boxes.
-        account: what is used and what is left out of both parts; None for images without labels.
+        train: source of the training images.
+        val: source of the validation images; None if the data set has no such part.
+        annotations: maps the names of the parts to their images and boxes; empty if the data set
+            has no boxes.
+        account: what is used and what is left out of both parts; None if it is unknown.
     """
 
     train: Source
@@ -154,8 +158,9 @@ def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> Da
 
     Args:
         path: the file, folder or zip.
-        image_root: folder of the images of a label file.
-        likely_root: folder in which the images of a label file are looked up first.
+        image_root: folder of the images, if ``path`` is a label file or a folder of them; "" to
+            look near the label files.
+        likely_root: folder in which the images of a label file are looked up first; "" for none.
 
     Raises:
         UserError: the path has no data set, or several.
@@ -216,10 +221,18 @@ def open_images(paths: Sequence[str]) -> DataSource:
 
 
 def _find_image_root(file: str, given: str, likely: str) -> tuple[str, "_DataSet"]:
-    """Returns the folder in which the images of a label file are looked up, and what it has.
+    """Finds the folder of the images of a label file. Returns it and the data set that was read.
 
-    Without a given folder, this is the first that has one of the images: ``likely``, the folder of
-    the file, or the folder above it, if the name of the file's folder says that it holds labels.
+    The candidates are ``given`` alone, or else ``likely``, the folder of the label file, and its
+    parent if the folder is named like a folder of labels. The first with an image is used.
+
+    Args:
+        file: path of the label file.
+        given: folder that the user has given; "" for none.
+        likely: folder to try first; "" for none.
+
+    Raises:
+        UserError: the label file cannot be read, or no candidate has an image.
     """
     folder = os.path.dirname(file)
     roots = [folder]
@@ -274,7 +287,7 @@ class _DataSet:
 
 
 def read_annotations(source: Source) -> Annotations:
-    """Reads the boxes of all images of a source, also of those that its split omits.
+    """Reads the boxes of all images of a source, also of those that ``split.json`` does not list.
 
     Raises:
         UserError: the label files cannot be read, or have no such part any more.
@@ -287,7 +300,7 @@ def read_annotations(source: Source) -> Annotations:
 
 @contextlib.contextmanager
 def _paused_collection() -> Iterator[None]:
-    """Pauses the collection of garbage, which would visit all new objects again and again."""
+    """Context without garbage collection, which would visit millions of new objects repeatedly."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -299,7 +312,17 @@ def _paused_collection() -> Iterator[None]:
 
 @_paused_collection()
 def _read(path: str, image_root: str, format: str, classes: tuple[str, ...]) -> _DataSet:
-    """Reads all parts of a data set, and accounts for all files below its folder."""
+    """Reads all parts of a data set, and accounts for all files below its folder.
+
+    Args:
+        path: file or folder of the data set.
+        image_root: folder of its images; "" if they are in the folder or near the file.
+        format: name of its format; "" to recognize the format.
+        classes: names of the classes; () for those in the label files or of the boxes.
+
+    Raises:
+        UserError: there is no such data set, or it cannot be read.
+    """
     tree = _walk(path, image_root)
     recognized = recognize(tree)
     if format and (recognized.format is None or recognized.format.name != format):
@@ -308,6 +331,7 @@ def _read(path: str, image_root: str, format: str, classes: tuple[str, ...]) -> 
         raise UserError(f"'{path}' has no boxes")
     tree = recognized.tree
     account = Account(notes=list(recognized.notes))
+    # The role, "all", "train" or "val", is how a part is used: the part "test" may validate.
     roles = choose_parts(recognized.labels.parts)
     labels_of = {
         role: recognized.format.read(tree, recognized.labels, part) for role, part in roles.items()
@@ -316,12 +340,12 @@ def _read(path: str, image_root: str, format: str, classes: tuple[str, ...]) -> 
     if not has_parts and os.path.isdir(path):
         roles, labels_of = _split_by_folders(tree, labels_of["all"], account)
     if len(labels_of) == 2:
-        _separate(tree, labels_of, roles, account)
+        _remove_overlap(tree, labels_of, roles, account)
     if not recognized.format.lists_classes:
         _set_categories(labels_of.values(), classes)
     parts: dict[str, Annotations] = {}
     label_files: set[str] = set()
-    mentioned: set[str] = set()
+    mentioned: set[str] = set()  # images, and their label files
     for role, labels in labels_of.items():
         if len(labels.files) == 1:
             origin = labels.files[0]
@@ -335,20 +359,23 @@ def _read(path: str, image_root: str, format: str, classes: tuple[str, ...]) -> 
             mentioned.update((image.file, image.label_file))
     account.used["label file"] += len(label_files)
     used_parts = {roles[role] for role in labels_of}
-    _account_for_rest(recognized, path, mentioned | label_files, used_parts, account)
+    _account_for_other_files(recognized, path, mentioned | label_files, used_parts, account)
     for part in parts.values():
         account.notes += [note for note in part.note_classes() if note not in account.notes]
     return _DataSet(parts, account)
 
 
 def _set_categories(labels_of_parts: Collection[Labels], class_names: Sequence[str]) -> None:
-    """Sets the categories of parts whose label files list none.
+    """Sets the same categories for all parts: ``class_names``, or else the classes of all boxes.
 
-    They are ``class_names``, or else the sorted classes of all boxes.
+    Classes of boxes are sorted by name.
     """
     if not class_names:
         names = {
-            box.name for labels in labels_of_parts for image in labels.images for box in image.boxes
+            box.class_name
+            for labels in labels_of_parts
+            for image in labels.images
+            for box in image.boxes
         }
         class_names = sorted(names)
     for labels in labels_of_parts:
@@ -358,9 +385,17 @@ def _set_categories(labels_of_parts: Collection[Labels], class_names: Sequence[s
 def _split_by_folders(
     tree: FileTree, labels: Labels, account: Account
 ) -> tuple[dict[str, str], dict[str, Labels]]:
-    """Splits label files without a part, if all their images are in folders of several parts.
+    """Splits labels without parts by the images' folders, if these are named "train" and "val".
 
-    Returns the roles and the labels of each role, as in ``_read``.
+    Args:
+        tree: the files of the data set.
+        labels: the labels of all images.
+        account: the account, to which a note is added if the labels are split.
+
+    Returns:
+        Two dicts. The first maps the roles "train" and "val" to the names of the parts, and the
+        second maps the roles to the labels. If an image is in no such folder, both have the single
+        role "all".
     """
     files = dict.fromkeys(image.file for image in labels.images if image.file)
     parts = sort_into_parts(tree, files, (), by_folder=True)
@@ -383,21 +418,30 @@ def _split_by_folders(
     return roles, {"train": train, "val": val}
 
 
-def _separate(
+def _remove_overlap(
     tree: FileTree, labels: dict[str, Labels], roles: Mapping[str, str], account: Account
 ) -> None:
-    """Keeps a file from being in both parts by mistake, and drops an empty validation part.
+    """Leaves out training images that are in the validation part too.
 
-    - If a file in the folder of one part is found for a name in the labels of the other part, the
-      image of that name is missing.
-    - Images of both parts are used for validation only. If these are all training images, the
-      validation part is dropped.
-    - A validation part without any label is dropped, so that images are held out instead.
+    There are three special cases:
+
+    - If an image is in the folder of one part, but the labels of the other part name an image of
+      the same file name, the image of the other part is marked as missing.
+    - If all training images are in the validation part, the validation part is removed.
+    - If the validation part has no boxes, it is removed. Training then holds out other images.
+
+    Args:
+        tree: the files of the data set.
+        labels: the labels of the roles "train" and "val", which are changed.
+        roles: maps the roles to the names of the parts.
+        account: the account, to which notes are added.
     """
-    by_file: dict[str, dict[str, LabelledImage]] = {}
+    by_file: dict[str, dict[str, LabelledImage]] = {}  # role -> path of the image -> image
     for role, labels_of_part in labels.items():
         by_file[role] = {
-            image.file: image for image in labels_of_part.images if image.file and not image.reason
+            image.file: image
+            for image in labels_of_part.images
+            if image.file and not image.exclusion
         }
     in_both = []
     for file in by_file["train"].keys() & by_file["val"].keys():
@@ -405,7 +449,7 @@ def _separate(
         wrong = _find_wrong_entries(tree, file, entries, roles)
         if len(wrong) == 1:
             wrong[0].file = ""
-            wrong[0].miss(f"its image is not there, only '{file}' of another part")
+            wrong[0].mark_missing(f"its image is not there, only '{file}' of another part")
         else:
             in_both.append(file)
     if in_both and len(in_both) == len(by_file["train"]):
@@ -421,7 +465,7 @@ def _separate(
     if in_both:
         account.notes.append(f"{len(in_both):,} images of the validation part are not trained on")
     val = labels["val"]
-    usable = [image for image in val.images if image.reason is None]
+    usable = [image for image in val.images if image.exclusion is None]
     has_no_boxes = bool(usable) and not any(image.boxes for image in usable)
     if val.problem or not val.images or has_no_boxes:
         account.notes.append(f"the part '{roles['val']}' has no labels, and is not used")
@@ -431,15 +475,16 @@ def _separate(
 def _find_wrong_entries(
     tree: FileTree, file: str, entries: Mapping[str, LabelledImage], roles: Mapping[str, str]
 ) -> list[LabelledImage]:
-    """Returns the entries of a file that are in the labels of another part than its folder tells.
+    """Returns the entries for an image that are in the labels of another part than its folder.
 
-    An entry is not wrong if its name, or else its label file, tells the part of the folder.
+    An entry is right if the image's name in the label file, or else the path of its label file,
+    tells the same part as the folder of the image.
 
     Args:
         tree: the files of the data set.
-        file: path of an image.
-        entries: its entries by role.
-        roles: maps roles to parts.
+        file: path of an image in the labels of both parts.
+        entries: its entry in the labels of each role.
+        roles: maps the roles to the names of the parts.
     """
     part_of_file = part_of(tree.relative(file), by_folder=True)
     if part_of_file not in roles.values():
@@ -453,19 +498,19 @@ def _find_wrong_entries(
     return wrong
 
 
-def _account_for_rest(
+def _account_for_other_files(
     recognized: Recognized,
     path: str,
     mentioned: Collection[str],
     parts: Collection[str],
     account: Account,
 ) -> None:
-    """Adds the files that no reader has mentioned to an account.
+    """Adds each file that is not in ``mentioned`` to the left out items of an account.
 
     Args:
         recognized: the data set.
         path: the folder or file of the data set, as it was given.
-        mentioned: files that readers have mentioned.
+        mentioned: files that the account has already: images of the labels, and label files.
         parts: names of the parts that are used.
         account: the account, which is changed.
     """
@@ -478,9 +523,11 @@ def _account_for_rest(
         foreign = find_foreign_labels(tree, recognized.format.kinds[0].name)
 
     def leave_out(file: str, kind: str, reason: str, item: Item) -> None:
-        account.left_out.append(LeftOut(kind, f"'{file}'", reason, item, is_fault=False))
+        account.left_out.append(
+            LeftOut(kind=kind, where=f"'{file}'", reason=reason, item=item, is_fault=False)
+        )
 
-    for file in (*tree.all_images, *tree.others):
+    for file in (*tree.all_images, *tree.other_files):
         if file in mentioned:
             continue
         is_image = file in tree.image_set
@@ -496,7 +543,7 @@ def _account_for_rest(
         elif file in foreign:
             reason = f"its labels are in '{foreign[file]}'"
             kind = "with labels in another format"
-            account.left_out.append(LeftOut(kind, f"'{file}'", reason))
+            account.left_out.append(LeftOut(kind=kind, where=f"'{file}'", reason=reason))
         elif is_image:
             leave_out(file, kind_of_unused, reason_of_unused, item)
         else:
@@ -508,15 +555,15 @@ def _account_for_rest(
     if tree.root != path and os.path.isdir(path):
         whole = FileTree(path)
         reason = "it is outside the folder of the data set"
-        for file in (*whole.all_images, *whole.others):
-            if not tree.has(file) and file not in mentioned and file not in tree.others:
+        for file in (*whole.all_images, *whole.other_files):
+            if not tree.has(file) and file not in mentioned and file not in tree.other_files:
                 item = "image" if file in whole.image_set else "other file"
                 leave_out(file, "outside the data set", reason, item)
         account.left_out += [link for link in whole.skipped if not tree.has(link.where)]
 
 
 def _explain_unused(recognized: Recognized, parts: Collection[str]) -> tuple[str, str]:
-    """Returns the kind and the reason of images that no used part of a data set has."""
+    """Returns ``LeftOut.kind`` and ``LeftOut.reason`` of images that belong to no used part."""
     labels = recognized.labels
     if labels is None:
         return "in no class folder", "only images in class folders are used"
@@ -531,7 +578,7 @@ def _explain_unused(recognized: Recognized, parts: Collection[str]) -> tuple[str
 
 
 def _account_for_classes(recognized: Recognized, path: str) -> Account:
-    """Returns the account of a set of class folders."""
+    """Returns the account of a data set of class folders, which is at ``path``."""
     tree = recognized.tree
     folders = list(recognized.folders.values())
     account = Account(notes=list(recognized.notes))
@@ -544,15 +591,17 @@ def _account_for_classes(recognized: Recognized, path: str) -> Account:
     for file in tree.all_images:
         if os.path.dirname(file) in folders:
             reason = f"it is in no class folder of '{os.path.dirname(file)}'"
-            account.left_out.append(LeftOut("in no class folder", f"'{file}'", reason))
+            account.left_out.append(
+                LeftOut(kind="in no class folder", where=f"'{file}'", reason=reason)
+            )
             mentioned.add(file)
     for file in tree.unread_images:
         is_inside = any(is_below(file, folder) for folder in folders)
         if is_inside and file not in mentioned:
             kind, reason = describe_format(file)
-            account.left_out.append(LeftOut(kind, f"'{file}'", reason))
+            account.left_out.append(LeftOut(kind=kind, where=f"'{file}'", reason=reason))
             mentioned.add(file)
-    _account_for_rest(recognized, path, mentioned, set(recognized.folders), account)
+    _account_for_other_files(recognized, path, mentioned, set(recognized.folders), account)
     return account
 
 
@@ -635,6 +684,7 @@ def register_source(
 def _register_boxes(
     name: str, source: Source, annotations: Annotations, keep: Collection[str] | None
 ) -> None:
+    """Registers images with boxes as a COCO file, which is written if there is none."""
     annotations.check()
     path = annotations.original
     if keep is not None or not path:
@@ -657,6 +707,7 @@ def forget_source(name: str) -> None:
 
 @functools.cache
 def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """Returns the same folder in each call."""
     return tempfile.TemporaryDirectory(prefix="qbheat_data_")  # removed when the process ends
 
 
@@ -670,7 +721,10 @@ def _write_json(name: str, origin: str, content: Mapping[str, Any]) -> str:
 
 
 def unpack(path: str) -> str:
-    """Unpacks a zip into the cache folder and returns the folder. Returns other paths unchanged.
+    """Unpacks a zip into the cache folder, if this has not been done before.
+
+    Returns the folder that has the content. If the zip has a single folder on top, returns this
+    folder. Returns a path that is no zip unchanged.
 
     Raises:
         UserError: the file is not a valid zip, or is too large for the disk.
@@ -688,7 +742,7 @@ def unpack(path: str) -> str:
                 zipfile.ZipFile(path) as archive,
                 tempfile.TemporaryDirectory(prefix=".zip_", dir=folder.parent) as partial,
             ):
-                size = sum(entry.file_size for entry in archive.infolist())
+                size = sum(entry.file_size for entry in archive.infolist())  # bytes
                 free = shutil.disk_usage(partial).free
                 if size > free or size > _MAX_EXPANSION * state.st_size:
                     raise UserError(f"'{path}' would unpack to {format_bytes(size)}")

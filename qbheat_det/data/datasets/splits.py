@@ -1,9 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Holds out validation images, and remembers which images a run has trained on.
+"""Holds out images for validation, and remembers which images a run has trained on.
 
-``split.json`` lists the names of the images that a run trains on, and of those that it holds out.
-``seen_images.json`` has a fingerprint of each image. A later run that starts from the weights uses
-it to keep every image on its side, also if the file has been moved or renamed.
+``split.json`` lists the names of the training images and of the validation images of a run.
+``seen_images.json`` lists the fingerprints of both. If a later run starts from the weights of this
+run, it uses the fingerprints to never validate on an image that the weights were trained on. They
+identify images that were moved or renamed.
 """
 
 import hashlib
@@ -59,15 +60,15 @@ class SeenImages:
         write_atomically(Path(folder) / SEEN_FILE, (json.dumps(content) + "\n").encode())
 
     def extend(self, train: Iterable[str], val: Iterable[str]) -> "SeenImages":
-        """Returns the images after another training. Trained images stay on this side."""
+        """Adds the fingerprints of another run. An image in both is a training image."""
         seen = self.train | frozenset(train)
         return SeenImages(seen, (self.val | frozenset(val)) - seen)
 
 
 def fingerprint_images(paths: Sequence[str]) -> dict[str, str]:
-    """Maps paths to fingerprints of the files, without those that cannot be read.
+    """Maps each path to the fingerprint of the file. Files that cannot be read are left out.
 
-    A fingerprint is a hash of the size and the content. Of large files, only 64 KiB are hashed.
+    A fingerprint is a hash of the file's size and content. Of large files, only 64 KiB are hashed.
     """
     fingerprints = run_threads(_fingerprint, paths, "Reading fingerprints")
     return {
@@ -102,40 +103,41 @@ def split_source(
     seed: int,
     seen: SeenImages = SeenImages(),
 ) -> dict[str, Any]:
-    """Divides the images of a source, and returns the content of ``split.json``.
+    """Divides the images of a source into training and validation images.
 
-    Images that weights have seen stay on their side. All others are divided, see ``choose_val``.
+    Images in ``seen`` stay training or validation images. ``choose_val`` divides all others.
 
     Args:
         source: the source.
         annotations: its images and boxes; None for class folders.
-        fraction: share of the images to hold out, in (0, 1).
-        seed: seed of the choice.
+        fraction: share of the images to use for validation, in (0, 1).
+        seed: seed of the random choice.
         seen: images that the initial weights were trained on or evaluated with.
 
     Returns:
-        The keys "seed", "fraction", "train" and "val". The last two list names of images.
+        The content of ``split.json``: "seed", "fraction", and the lists "train" and "val" of the
+        names of images.
 
     Raises:
         UserError: there are too few images.
     """
     names, paths, groups = _list_images(source, annotations)
-    sides: dict[int, str] = {}
+    part_of_image: dict[int, str] = {}  # index of the image -> "train" or "val"
     if seen.train or seen.val:
         fingerprints = fingerprint_images(paths)
         for index, path in enumerate(paths):
             fingerprint = fingerprints.get(path)
             if fingerprint in seen.train:
-                sides[index] = "train"
+                part_of_image[index] = "train"
             elif fingerprint in seen.val:
-                sides[index] = "val"
-    new = [index for index in range(len(names)) if index not in sides]
+                part_of_image[index] = "val"
+    new = [index for index in range(len(names)) if index not in part_of_image]
     held_out = choose_val([groups[index] for index in new], fraction=fraction, seed=seed)
-    for place, index in enumerate(new):
-        sides[index] = "val" if place in held_out else "train"
+    for position, index in enumerate(new):
+        part_of_image[index] = "val" if position in held_out else "train"
     parts: dict[str, list[str]] = {"train": [], "val": []}
     for index, name in enumerate(names):
-        parts[sides[index]].append(name)
+        parts[part_of_image[index]].append(name)
     if not parts["train"] or not parts["val"]:
         images = f"{len(names)} images"
         if len(new) < len(names):
@@ -150,7 +152,11 @@ def split_source(
 def _list_images(
     source: Source, annotations: Annotations | None
 ) -> tuple[list[str], list[str], list[Hashable]]:
-    """Returns the names, the paths and the groups of the images of a source."""
+    """Returns the names, the paths and the groups of the images of a source.
+
+    The images of each group are divided separately. A group is a class: the class of the folder, or
+    the rarest class of the boxes.
+    """
     if annotations is None:
         records, _ = load_image_folders(source.folders, labelled=source.labelled)
         base = os.path.commonpath(source.folders)
@@ -163,33 +169,42 @@ def _list_images(
 
 
 def choose_val(groups: Sequence[Hashable], *, fraction: float, seed: int) -> set[int]:
-    """Returns the indices of the images to hold out, which depend only on the arguments.
+    """Chooses images for validation at random. Returns their indices in ``groups``.
 
-    ``groups`` (N,) has the group of each image. ``fraction``, in (0, 1), of each group is held out,
-    up to a difference of one image. An image that is alone in its group is never held out.
+    The share of each group is ``fraction``, up to a difference of one image. An image that is alone
+    in its group is not chosen. Equal arguments give equal images.
+
+    Args:
+        groups: the group of each image, such as its class.
+        fraction: share of the images to choose, in (0, 1).
+        seed: seed of the random choice.
     """
     generator = random.Random(f"{seed} hold out")
     sizes = Counter(groups)
-    order = sorted(
+    # Sorted by group, and in random order within each group.
+    shuffled = sorted(
         (repr(group), generator.random(), index)
         for index, group in enumerate(groups)
         if sizes[group] > 1
     )
-    # At least one image is held out, if there are two.
-    start = max(generator.random(), 1 - len(order) * fraction)
-    # For a fraction of 1/5, this is every fifth image in the order of groups, from a random start.
-    held_out = set()
-    for place, (_, _, index) in enumerate(order):
-        if int((place + 1) * fraction + start) > int(place * fraction + start):
-            held_out.add(index)
-    return held_out
+    # Systematic sampling: each image adds ``fraction`` to a sum that starts below 1. An image is
+    # chosen if the sum reaches the next integer there. For 1/5, this is every fifth image. The
+    # random start is large enough for the last sum to reach 1, so at least one image is chosen.
+    start = max(generator.random(), 1 - len(shuffled) * fraction)
+    chosen = set()
+    for position, (_, _, index) in enumerate(shuffled):
+        sum_before = int(position * fraction + start)
+        sum_after = int((position + 1) * fraction + start)
+        if sum_after > sum_before:
+            chosen.add(index)
+    return chosen
 
 
 def group_by_rarest_class(annotations: Annotations) -> list[Hashable]:
-    """Returns, for each image, which of its classes occurs in the fewest images.
+    """Returns, for each image, the id of that of its classes which the fewest images have.
 
-    An image without boxes gets None. Crowd boxes do not count. Of equally rare classes, the one
-    with the lower id is returned.
+    An image without boxes gets None. Crowd boxes do not count. If two classes are equally rare, the
+    lower id is returned.
     """
     classes_of_image: dict[int, set[int]] = {image["id"]: set() for image in annotations.images}
     for entry in annotations.annotations:

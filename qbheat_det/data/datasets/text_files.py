@@ -29,14 +29,15 @@ _MARKS = (
 _MAX_CELL_LENGTH = 100_000_000  # characters
 _MAX_XML_SIZE = 100_000_000  # bytes
 _NON_ASCII = re.compile(rb"[\x80-\xff]+")
-# Encodings to compare, the most usual ones first.
+# Encodings to try, the most usual ones first.
 _EUROPEAN = ("cp1252", "cp1250", "cp1254", "cp1257")
 _OTHERS = (
     *("gb18030", "cp932", "cp949", "big5", "euc_jp", "cp1251", "koi8_r", "cp1253", "cp1255"),
     *("cp1256", "cp874", "cp1252"),
 )
-_MIN_COHERENCE = 0.5  # from which a detected language decides
-_SAMPLE_SIZE = 1_000_000  # bytes from which an encoding is detected
+# A language that is detected with a larger coherence (from 0 to 1) decides the encoding.
+_MIN_COHERENCE = 0.5
+_SAMPLE_SIZE = 1_000_000  # bytes at the start of a file, used to detect its encoding
 _DECLARATION = re.compile(rb"""^\s*<\?xml[^>]*?encoding\s*=\s*["']([A-Za-z0-9._-]+)["'][^>]*\?>""")
 
 
@@ -52,7 +53,10 @@ class Text(NamedTuple):
 
 
 def decode(content: bytes) -> Text:
-    """Decodes text. Raises an ``UnreadableFileError`` if it is not text."""
+    """Decodes the bytes of a text file, whose encoding is detected if it is not Unicode.
+
+    Raises an ``UnreadableFileError`` if they are not text in any known encoding.
+    """
     for mark, encoding in _MARKS:
         if content.startswith(mark):
             try:
@@ -73,12 +77,13 @@ def decode(content: bytes) -> Text:
 
 
 def _detect_encoding(content: bytes) -> str:
-    """Returns the most probable encoding.
+    """Returns the most probable encoding of a text that is not UTF-8.
 
-    ``charset_normalizer`` compares encodings, but label files are too short to compare all of them.
-    Accented letters between plain ones show a Western or Central European encoding.
+    ``charset_normalizer`` cannot tell all encodings apart in a text as short as a label file, so it
+    gets only European encodings or only others. The text is probably European if most bytes above
+    127 are single, as accented letters between plain letters are.
     """
-    if b"\0" in content:  # of Latin letters in UTF-16
+    if b"\0" in content:  # UTF-16, in which Latin letters have a zero byte
         is_little_endian = content[1::2].count(0) > content[::2].count(0)
         return "utf_16_le" if is_little_endian else "utf_16_be"
     runs = _NON_ASCII.findall(content)
@@ -95,7 +100,7 @@ def _detect_encoding(content: bytes) -> str:
 
 
 def _choose_european(matches: Sequence[charset_normalizer.CharsetMatch]) -> str:
-    """Returns the most usual encoding, unless it is impossible or another one is likelier."""
+    """Returns cp1252, unless the text cannot be cp1252 or another encoding is clearly likelier."""
     best = max(matches, key=lambda match: match.coherence)
     usual = _EUROPEAN[0]
     is_possible = any(usual in match.could_be_from_charset for match in matches)
@@ -146,7 +151,7 @@ def read_rows(file: str | Path, delimiter: str = ",") -> list[tuple[int, list[st
 
 
 def read_table(file: str | Path) -> list[dict[str, str]]:
-    """Returns the rows of a table with a header by the names of the columns.
+    """Returns a dict for each row of a table with a header. Its keys are the names of the columns.
 
     Raises an ``UnreadableFileError`` if the file cannot be read.
     """
@@ -195,12 +200,15 @@ def _is_utf8_xml(content: bytes) -> bool:
 
 
 def _decode_xml(content: bytes) -> str:
-    """Decodes XML as it declares. A declaration that is wrong, or missing, is replaced."""
+    """Decodes XML, and removes its declaration.
+
+    The declared encoding is used if it is valid. Otherwise, the encoding is detected.
+    """
     declared = _DECLARATION.match(content)
     if declared and not content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         try:
             encoding = declared[1].decode().lower()
-            # GBK contains GB2312, and GB18030 contains GBK. Files often have characters of these.
+            # Files often have characters that their declared encoding lacks. GB18030 extends both.
             if encoding in ("gb2312", "gbk"):
                 encoding = "gb18030"
             return content[declared.end() :].decode(encoding)

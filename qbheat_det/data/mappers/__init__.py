@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Dataset mappers, which convert a record of a data set to an input of a model.
 
-``INPUT.DATASET_MAPPER_NAME`` selects one of ``DATASET_MAPPERS``. ``FixedViews`` draws a fixed
-number of augmented views of every image. A frozen encoder always returns the same features for a
-view, so these features can be cached, see ``qbheat_det.feature_cache``.
+``INPUT.DATASET_MAPPER_NAME`` selects one of ``DATASET_MAPPERS``. ``FixedViews`` wraps a mapper so
+that each image has a fixed number of augmented views. A frozen encoder returns the same features
+each time that it sees a view, so ``qbheat_det.feature_cache`` can store them.
 """
 
 import os
@@ -40,12 +40,15 @@ __all__ = [
 ]
 
 Mapper = Callable[[dict[str, Any]], dict[str, Any] | DataError | None]
-"""Maps a record to a dict of a batch. None and errors skip the image. Errors are reported."""
+"""Maps a record of a data set to a dict of a batch.
+
+If the result is None or an error, the image is skipped. Errors are reported.
+"""
 
 VIEW_ROW = "view_row"
-"""Key of a record. Its value is the index in the data set, by which caches look up its views."""
+"""Key of a record: its index in the data set, by which caches find its views."""
 VIEW_SEED = "view_seed"
-"""Key of a record. Its value determines the random numbers of its views."""
+"""Key of a record: the seed of the random numbers of its views."""
 
 
 DATASET_MAPPERS: dict[str, Callable[[CfgNode, bool], Mapper]] = {
@@ -64,14 +67,20 @@ orientation, derive them from ``UprightMapper`` instead, which turns these files
 """
 
 _UNREADABLE = (OSError, SyntaxError, SizeMismatchError, DecompressionBombError)
-"""Errors of reading an image. Decoders also raise others, which could be errors of a mapper."""
+"""Exceptions that mean that an image cannot be read.
+
+Decoders raise other exceptions too, but a mapper with a bug may raise these as well.
+"""
 
 
 def build_mapper(cfg: CfgNode, is_train: bool) -> "NamingMapper":
     """Builds the mapper that ``INPUT.DATASET_MAPPER_NAME`` names.
 
-    Raises a ``UserError`` if the name is unknown. The mapper itself returns a ``DataError`` for an
-    image that cannot be read, or whose size differs from the annotated size.
+    The mapper returns a ``DataError`` for an image that cannot be read, or whose size differs from
+    the annotated size.
+
+    Raises:
+        UserError: the name is unknown, or the mapper cannot crop tiles and ``INPUT.TILE`` is set.
     """
     name = cfg.INPUT.DATASET_MAPPER_NAME
     if name not in DATASET_MAPPERS:
@@ -92,7 +101,10 @@ def build_mapper(cfg: CfgNode, is_train: bool) -> "NamingMapper":
 
 @dataclass(frozen=True)
 class NamingMapper:
-    """Wraps a mapper to return a ``DataError`` that names an image that cannot be used."""
+    """Wraps a mapper to return a ``DataError``, instead of raising, if an image cannot be read.
+
+    Other exceptions of the mapper, such as those of a bug, are raised.
+    """
 
     mapper: Mapper
 
@@ -100,7 +112,8 @@ class NamingMapper:
         try:
             return self.mapper(dataset_dict)
         except Exception as error:
-            if not isinstance(error, _UNREADABLE) and is_readable(dataset_dict):
+            is_reading_error = isinstance(error, _UNREADABLE)
+            if not is_reading_error and is_readable(dataset_dict):
                 raise
             return name_unreadable(dataset_dict["file_name"], error)
 
@@ -108,13 +121,21 @@ class NamingMapper:
 class FixedViews:
     """A mapper that returns one of K fixed augmented views of each image.
 
-    Each call chooses a view with torch's global generator, which ``TrainStream`` seeds by position.
-    The view itself depends only on ``seed``, the record, and the number of the view. The random
-    numbers depend on ``VIEW_SEED``, see ``number_records``.
+    Each call draws the number of the view, from 0 to K - 1, with torch's global generator. The
+    augmentation of a view depends only on ``seed``, on the record's ``VIEW_SEED``, and on the
+    number of the view. Records get their ``VIEW_SEED`` from ``number_records``.
     """
 
     def __init__(self, mapper: Mapper, count: int, seed: int = 0) -> None:
-        """``mapper`` draws a random view, ``count`` is K, and ``seed`` is the seed of all views."""
+        """
+        Args:
+            mapper: returns a randomly augmented image.
+            count: number K of views.
+            seed: seed of all views.
+
+        Raises:
+            UserError: ``count`` or ``seed`` is invalid.
+        """
         check_input_keys(
             ("FIXED_VIEWS.COUNT", count, count >= 1, "positive"),
             ("FIXED_VIEWS.SEED", seed, seed >= 0, "0 or more"),
@@ -144,7 +165,7 @@ def choose_view(count: int) -> int:
 
 
 def find_root(records: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
-    """Returns the innermost folder that contains all files, and their paths relative to it."""
+    """Returns the innermost folder of all image files, and the files' paths relative to it."""
     if not records:
         return "", []
     paths = [os.path.abspath(os.fspath(record["file_name"])) for record in records]

@@ -1,14 +1,16 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The mappers for pre-training and classification, which return square crops of an image.
 
-Random crops are drawn as in torchvision's ``RandomResizedCrop``, from "Going deeper with
-convolutions", arXiv:1409.4842. Contrastive pre-training uses the augmentations of MoCo v2,
-arXiv:2003.04297: random crop, flip, color jitter, grayscale and blur. There are two differences:
-torchvision changes the colors of uint8 images, and the blur kernel has a radius of three standard
-deviations.
+Random crops are those of torchvision's ``RandomResizedCrop``, from "Going deeper with
+convolutions", arXiv:1409.4842.
 
-RandAugment, arXiv:1909.13719, and random erasing, arXiv:1708.04896, are from timm. The recipes of
-the QB-Heat paper vary the magnitude of RandAugment randomly, which torchvision does not support.
+Contrastive pre-training uses the augmentations of MoCo v2, arXiv:2003.04297: random crop, flip,
+color jitter, grayscale and blur. Two details differ from MoCo's code: colors are changed in uint8
+images, and the radius of the blur kernel is three standard deviations.
+
+Classification uses RandAugment, arXiv:1909.13719, and random erasing, arXiv:1708.04896, of timm.
+The recipes of the QB-Heat paper draw the magnitude of RandAugment at random, which torchvision does
+not support.
 """
 
 import math
@@ -38,26 +40,28 @@ BLUR_SIGMA = (0.1, 2.0)
 _JITTER_PROBABILITY = 0.8
 _GREY_PROBABILITY = 0.2
 _BLUR_PROBABILITY = 0.5
-_BLUR_RADIUS = 3.0  # of the kernel, in standard deviations
+_BLUR_RADIUS = 3.0  # radius of the blur's kernel, in standard deviations
 
-_ASPECT_RATIO = (3 / 4, 4 / 3)  # [min, max] of a crop; its logarithm is uniform
+_ASPECT_RATIO = (3 / 4, 4 / 3)  # [min, max] of width / height of a random crop
 _FLIPPED_DIMS: dict[str, tuple[int, ...]] = {"none": (), "horizontal": (2,), "vertical": (1,)}
 _COPIED_KEYS = ("file_name", "image_id", "label", "place")
 
 # RandAugment in timm.
 _MAX_MAGNITUDE = 10
 _MAX_DRAWN_MAGNITUDE = 9.99  # at 10, posterizing would keep no bits, which Pillow does not support
-_MAX_TRANSLATION = 0.45  # relative to the side
+_MAX_TRANSLATION = 0.45  # largest shift of the image, relative to its side
 
 
 class PretrainingMapper:
     """Maps a record with ``file_name`` to a square image.
 
-    Returns a dict with ``image`` (3, S, S), uint8, in the channel order of ``INPUT.FORMAT``. The
-    keys ``file_name``, ``image_id``, ``label`` and ``place`` (the visible quarter) are copied from
-    the record if they exist. In training, a random crop and flip are drawn from torch's global
-    generator. In inference, the crop is the central square. Returns a ``DataError`` if the image
-    cannot be read. Raises an ``OSError`` if too many files are open.
+    In training, the image is a random crop, which is flipped at random. The random numbers are from
+    torch's global generator. In inference, the image is the central square.
+
+    Calling the mapper returns a dict with ``image`` (3, S, S), uint8, in the channel order of
+    ``INPUT.FORMAT``. The keys ``file_name``, ``image_id``, ``label`` and ``place`` (the name of the
+    visible quarter) are copied from the record if they exist. If the image cannot be read, a
+    ``DataError`` is returned. If too many files are open, an ``OSError`` is raised.
     """
 
     @configurable
@@ -114,14 +118,14 @@ class PretrainingMapper:
         try:
             with open_image(file_name) as picture:
                 box = self._choose_box(picture.width, picture.height)
-                pixels = picture.read(box, self.size)
+                pixels = picture.read(box, at_least=self.size)  # (h, w, 3)
         except Exception as error:  # the type depends on the format's decoder
             return name_unreadable(file_name, error)
-        image = resize(pixels, self.size, self.size)
-        # One flip reverses all dimensions, as each copies the image.
+        image = resize(pixels, self.size, self.size)  # (3, S, S)
+        # All dimensions are reversed in one step, as each ``flip`` copies the image.
         reversed_dims: tuple[int, ...] = ()
         if self.pixel_format == "BGR":
-            reversed_dims += (0,)
+            reversed_dims += (0,)  # the channels
         if self.is_train and self._flipped_dims and torch.rand(()) < 0.5:
             reversed_dims += self._flipped_dims
         if reversed_dims:
@@ -130,12 +134,13 @@ class PretrainingMapper:
         return {**copied, "image": image.contiguous()}
 
     def _choose_box(self, image_width: int, image_height: int) -> Box:
-        """Returns the central square in inference, and a random box in training."""
+        """Returns the crop: the central square in inference, or a random box in training."""
         if not self.is_train:
             side = max(1, round(self.test_crop * min(image_width, image_height)))
             left = (image_width - side) // 2
             top = (image_height - side) // 2
             return left, top, left + side, top + side
+        # torchvision only looks at the size of this tensor, which has no memory.
         without_pixels = torch.empty(3, image_height, image_width, device="meta")
         top, left, height, width = RandomResizedCrop.get_params(
             without_pixels, list(self.scale), list(_ASPECT_RATIO)
@@ -144,15 +149,17 @@ class PretrainingMapper:
 
 
 class TwoViewMapper:
-    """Maps a record with ``file_name`` to two views of the image.
+    """Maps a record with ``file_name`` to two augmented views of the image.
 
-    Returns the same dict as ``PretrainingMapper``. In training, ``image`` is augmented, and the
-    dict also has ``image_key`` (3, S, S), uint8. It is a second view, drawn independently.
+    In training, calling the mapper returns a dict with the views ``image`` and ``image_key``, both
+    (3, S, S), uint8. They are augmented independently of each other. In inference, it returns only
+    ``image``, which is not augmented. The other keys are those of ``PretrainingMapper``. If the
+    image cannot be read, a ``DataError`` is returned.
     """
 
     @configurable
     def __init__(self, *, crop: PretrainingMapper) -> None:
-        """``crop`` crops and flips images. If it is for inference, there is only one view."""
+        """``crop`` crops and flips images. Its ``is_train`` selects training or inference."""
         self._crop = crop
         changes = [
             v2.RandomApply([v2.ColorJitter(*JITTER)], p=_JITTER_PROBABILITY),
@@ -178,9 +185,14 @@ class TwoViewMapper:
 
 
 class ColourChange:
-    """Applies a transform of RGB images to images (3, H, W) in ``pixel_format``."""
+    """Applies a transform of RGB images to images (3, H, W), uint8, in RGB or BGR."""
 
     def __init__(self, change: Callable[[Tensor], Tensor], pixel_format: str) -> None:
+        """
+        Args:
+            change: the transform of an RGB image (3, H, W).
+            pixel_format: channel order of the images, "RGB" or "BGR".
+        """
         self._change = change
         self._is_rgb = pixel_format == "RGB"
 
@@ -191,9 +203,9 @@ class ColourChange:
 
 
 def _blur(image: Tensor) -> Tensor:
-    """Blurs an image (3, S, S), uint8, by a random Gaussian."""
+    """Blurs an image (3, S, S), uint8, by a Gaussian of random standard deviation."""
     sigma = float(torch.empty(()).uniform_(*BLUR_SIGMA))
-    # The radius is at most the image's side, as the time of a blur grows with its square.
+    # A larger radius than the image's side would only take more time.
     radius = min(math.ceil(_BLUR_RADIUS * sigma), image.shape[-1] - 1)
     kernel_size = 2 * radius + 1
     return F.gaussian_blur(image, [kernel_size, kernel_size], [sigma, sigma])
@@ -201,15 +213,19 @@ def _blur(image: Tensor) -> Tensor:
 
 def _apply_to_pillow(change: Callable[[Image.Image], Image.Image], image: Tensor) -> Tensor:
     """Applies a transform of Pillow's images to an image (3, S, S), uint8."""
-    picture = change(Image.fromarray(image.permute(1, 2, 0).numpy()))
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+    pixels = image.permute(1, 2, 0).numpy()  # (S, S, 3)
+    changed = change(Image.fromarray(pixels))
+    return torch.from_numpy(np.array(changed)).permute(2, 0, 1)
 
 
 class ClassificationMapper:
     """Maps a record with ``file_name`` and ``label`` to a square image.
 
-    Returns the same dict as ``PretrainingMapper``, or a ``DataError`` if the image cannot be read.
-    In training, RandAugment and random erasing are applied after the random crop and flip.
+    In training, RandAugment and random erasing are applied after the random crop and flip. In
+    inference, the image is the central square.
+
+    Calling the mapper returns a dict with ``image`` (3, S, S), uint8, and the keys that
+    ``PretrainingMapper`` copies. If the image cannot be read, a ``DataError`` is returned.
     """
 
     @configurable
@@ -224,7 +240,7 @@ class ClassificationMapper:
     ) -> None:
         """
         Args:
-            crop: mapper that crops and flips. If it is for inference, nothing else is done.
+            crop: crops and flips images. Its ``is_train`` selects training or inference.
             rand_augment: magnitude (an integer from 0 to 10) and its standard deviation; empty for
                 no RandAugment.
             random_erasing: probability of replacing a rectangle by Gaussian noise.
@@ -239,9 +255,10 @@ class ClassificationMapper:
             and rand_augment[0] in range(_MAX_MAGNITUDE + 1)
             and rand_augment[1] >= 0
         )
-        pair = f"empty or [whole number up to {_MAX_MAGNITUDE}, standard deviation]"
+        is_valid = len(rand_augment) == 0 or is_pair
+        valid_values = f"empty or [whole number up to {_MAX_MAGNITUDE}, standard deviation]"
         check_input_keys(
-            ("CLASSIFY.RAND_AUGMENT", rand_augment, not len(rand_augment) or is_pair, pair),
+            ("CLASSIFY.RAND_AUGMENT", rand_augment, is_valid, valid_values),
             ("CLASSIFY.RANDOM_ERASING", random_erasing, 0 <= random_erasing <= 1, "in [0, 1]"),
         )
         self._crop = crop
@@ -263,7 +280,8 @@ class ClassificationMapper:
         self._erasing_probability = 0.0
         if crop.is_train:
             self._erasing_probability = random_erasing
-        # It always erases: the mapper itself decides, to normalize only images that are erased.
+        # With probability 1, as ``__call__`` decides whether to erase. Other images need not be
+        # normalized.
         self._erase = RandomErasing(1.0, mode="pixel", device="cpu")
         self._mean = torch.tensor(pixel_mean, dtype=torch.float32).view(3, 1, 1)
         self._std = torch.tensor(pixel_std, dtype=torch.float32).view(3, 1, 1)

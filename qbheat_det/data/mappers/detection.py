@@ -1,10 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The mappers for detection: Detectron2's mapper with faster reading, and DETR's augmentation.
 
-In training, crops, resizes and flips are drawn from the size in the file's header, with the same
-random numbers as in Detectron2. Then the file is decoded and resized with PyTorch's uint8 kernel. A
-JPEG is decoded at 1/2, 1/4 or 1/8 of its size if the first resize makes it smaller than that. Boxes
-are equal to Detectron2's. Pixels are equal up to rounding, except for JPEGs of reduced size.
+In training, the random crops, resizes and flips are drawn before the image is decoded, as they
+depend only on its size, which is in the file's header. The random numbers are the same as in
+Detectron2. Therefore, a JPEG that is resized to less than 1/2, 1/4 or 1/8 of its size can be
+decoded at this reduced size. Images are resized with PyTorch's uint8 kernel. Boxes are equal to
+Detectron2's. Pixels are equal up to rounding, except for JPEGs that are decoded at a reduced size.
 """
 
 import copy
@@ -39,6 +40,7 @@ class DetectionMapper(UprightMapper):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Whether the augmentations cannot be drawn before the image is decoded.
         self._needs_pixels = (
             not self.is_train
             or self.proposal_topk is not None
@@ -54,10 +56,10 @@ class DetectionMapper(UprightMapper):
                 outline = _Outline(file.height, file.width)
                 check_image_size(dataset_dict, outline.image)
                 transforms = list(_flatten(self.augmentations(outline)))
-                pixels = file.decode(_find_reduction(transforms))
+                pixels = file.decode(_find_reduction(transforms))  # (h, w, 3)
         except UnidentifiedImageError:  # Detectron2 reads more formats
             return super().__call__(dataset_dict)
-        image = pixels.permute(2, 0, 1)
+        image = pixels.permute(2, 0, 1)  # (3, h, w)
         for transform in transforms:
             image = _transform(image, transform)
         if self.image_format == "BGR":
@@ -72,7 +74,16 @@ class DetectionMapper(UprightMapper):
     def _transform_annotations(
         self, dataset_dict: dict[str, Any], transforms: T.TransformList, image_shape: Any
     ) -> None:
-        """Replaces "annotations" by "instances", all boxes at once."""
+        """Replaces "annotations" of a record by "instances".
+
+        Transforms all boxes at once, which is faster than Detectron2's loop. Masks, keypoints and
+        boxes of several modes are left to Detectron2.
+
+        Args:
+            dataset_dict: the record, which is changed.
+            transforms: the transforms of the image.
+            image_shape: (height, width) of the transformed image.
+        """
         annotations = [
             annotation
             for annotation in dataset_dict["annotations"]
@@ -83,7 +94,7 @@ class DetectionMapper(UprightMapper):
             super()._transform_annotations(dataset_dict, transforms, image_shape)
             return
         del dataset_dict["annotations"]
-        # As in Detectron2, in float32 before the transforms and in float64 in them.
+        # (N, 4). As in Detectron2, in float32 before the transforms, and in float64 in them.
         boxes = np.array([annotation["bbox"] for annotation in annotations], dtype=np.float32)
         boxes = BoxMode.convert(boxes, modes.pop(), BoxMode.XYXY_ABS).astype(np.float64)
         height, width = image_shape
@@ -136,8 +147,9 @@ def build_detr_crop(*, resize_to: Sequence[int], crop_range: Sequence[int]) -> T
 class TileMapper:
     """Wraps a mapper to crop a tile out of the decoded image before all augmentations.
 
-    If a record has the key ``TILE``, "height" and "width" of the result are the tile's size. If the
-    mapper returns an error or None, so does this one.
+    Records without the key ``TILE`` are whole images, which are not cropped. For a tile, "height"
+    and "width" of the result are those of the tile. Returns an error or None if the wrapped mapper
+    does.
     """
 
     mapper: DatasetMapper
@@ -156,7 +168,10 @@ class TileMapper:
 
 
 class _Outline(T.AugInput):
-    """A placeholder for an image (h, w, 3), for augmentations that use only the size."""
+    """A placeholder for an image, for augmentations that use only its size.
+
+    ``image`` has the shape (h, w, 3), but no memory, as all its elements are the same zero.
+    """
 
     def __init__(self, height: int, width: int) -> None:
         super().__init__(np.broadcast_to(np.uint8(0), (height, width, 3)))
@@ -169,7 +184,7 @@ class _Outline(T.AugInput):
 
 
 def _depends_on_size(augmentation: T.Augmentation) -> bool:
-    """Whether an augmentation is a resize, crop or flip that uses only the image's size."""
+    """Returns whether an augmentation is a resize, crop or flip, or a list of these."""
     if type(augmentation) is T.AugmentationList:
         return all(map(_depends_on_size, augmentation.augs))
     if type(augmentation) is T.RandomApply:
@@ -180,6 +195,7 @@ def _depends_on_size(augmentation: T.Augmentation) -> bool:
 
 
 def _flatten(transform: Transform) -> Iterator[Transform]:
+    """Yields the transforms in nested lists of transforms, without those that do nothing."""
     if isinstance(transform, T.TransformList):
         for part in transform.transforms:
             yield from _flatten(part)
@@ -188,10 +204,11 @@ def _flatten(transform: Transform) -> Iterator[Transform]:
 
 
 def _find_reduction(transforms: Sequence[Transform]) -> int:
-    """Returns the factor by which an image may be scaled down before its first transform.
+    """Returns the factor by which an image may be scaled down when it is decoded: 8, 4, 2 or 1.
 
-    It is above 1 only if this transform is a resize to a smaller image. Width and height must be
-    multiples of the factor. Otherwise, boxes would not fit the pixels.
+    It is above 1 only if the first transform is a resize to an image that is smaller still. The
+    image's width and height must be multiples of the factor. Otherwise, the decoded size would be
+    rounded, and boxes would be shifted relative to the pixels.
     """
     if not transforms or not isinstance(transforms[0], T.ResizeTransform):
         return 1
@@ -216,4 +233,4 @@ def _transform(image: Tensor, transform: Transform) -> Tensor:
         return image[:, rows, columns]
     if isinstance(transform, T.HFlipTransform):
         return image.flip(2)
-    return image.flip(1)
+    return image.flip(1)  # a vertical flip

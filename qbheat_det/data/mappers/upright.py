@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Detectron2's mapper, which turns each image upright exactly once."""
+"""Detectron2's mapper, with the EXIF orientation of TIFF files applied only once."""
 
 import copy
 from typing import Any
@@ -16,8 +16,8 @@ from qbheat_det.data.images import read_image
 class UprightMapper(DatasetMapper):
     """Detectron2's mapper, with our ``read_image`` in place of Detectron2's.
 
-    Detectron2's mapper would turn a TIFF with an EXIF orientation twice, see ``turn_upright``. All
-    else is equal.
+    Detectron2's function rotates a TIFF with an EXIF orientation twice: Pillow rotates it when it
+    decodes the file, and Detectron2 rotates it again. Otherwise, the results are equal.
     """
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any]:

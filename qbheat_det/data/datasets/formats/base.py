@@ -33,10 +33,10 @@ class LabelSet:
     """A data set of one format in a tree of files, before its labels are read.
 
     Attributes:
-        base: folders from the tree's root to the data set.
-        parts: maps parts ("train", "val", "test", "all") to what the reader of the format needs,
-            such as label files.
-        manifests: files that name the classes or parts.
+        base: names of the folders from the tree's root to the data set; () for the root itself.
+        parts: maps each part ("train", "val", "test" or "all") to what ``Format.read`` needs, such
+            as a list of label files.
+        manifests: files that list the classes, or the images of each part.
     """
 
     base: Folders
@@ -46,17 +46,17 @@ class LabelSet:
 
 @dataclass
 class Labels:
-    """The labels of a part.
+    """The labels of a part of a data set, such as its training part.
 
     Attributes:
         images: images with their boxes, and images that cannot be used.
         categories: COCO's categories in the order of their ids; None if the label files do not list
             the classes.
         files: label files that have been read and belong to more than one image.
-        left_out: boxes that belong to no image.
+        left_out: boxes whose image is unknown.
         notes: what was assumed or replaced, one sentence each.
-        problem: why the images have no labels, if they have none.
-        is_original: whether ``files`` is one COCO file, whose content is not changed.
+        problem: why the images have no labels; "" if they have some.
+        is_original: whether the labels are exactly the content of one COCO file.
     """
 
     images: list[LabelledImage]
@@ -74,15 +74,15 @@ class Format(NamedTuple):
     Attributes:
         name: key of the format in ``run.json``.
         title: name of the format for users.
-        kinds: kinds of its label files, and how they are recognized.
+        kinds: the kinds of files that the format has, and how they are recognized.
         find: returns the data sets of this format in a tree of files.
         read: reads the labels of a part of a data set, and finds its images. Raises a ``UserError``
             if the label files cannot be read.
-        data: the value of ``--data``, for the documentation.
-        images: where the images are, for the documentation.
-        is_last: whether the format is used only if there is no other.
-        lists_classes: whether the label files list the classes. Otherwise, the classes are those
-            that occur.
+        data: text for the documentation: which files or folders ``--data`` accepts.
+        images: text for the documentation: where the images are.
+        lists_classes: whether the label files list the classes. If not, the classes are those of
+            the boxes.
+        is_last: whether a data set with as many images in another format is preferred.
     """
 
     name: str
@@ -106,7 +106,7 @@ NAME_KEYS = ("label", "class", "name", "category", "type")
 
 
 def find_by_kind(*kinds: str) -> Callable[[FileTree], list[LabelSet]]:
-    """Returns a ``Format.find`` for label files of some kinds, each of which has many images."""
+    """Returns a function for ``Format.find``, if each label file has the labels of many images."""
 
     def find(tree: FileTree) -> list[LabelSet]:
         files = [path for kind in kinds for path in tree.label_files.get(kind, ())]
@@ -116,16 +116,19 @@ def find_by_kind(*kinds: str) -> Callable[[FileTree], list[LabelSet]]:
 
 
 def find_sets(tree: FileTree, files: Iterable[str]) -> list[LabelSet]:
-    """Sorts label files that have many images into data sets and parts."""
+    """Groups label files by data set, and by part within each data set."""
     groups = group_by_base(tree, files)
     return [LabelSet(base, sort_into_parts(tree, group, base)) for base, group in groups.items()]
 
 
 def read_with(read_file: Reader, title: str) -> Callable[[FileTree, LabelSet, str], Labels]:
-    """Returns a ``Format.read`` from a function that reads one label file of many images."""
+    """Returns a function for ``Format.read``, if each label file has the labels of many images.
+
+    ``read_file`` yields the images of one label file. ``title`` names the format in messages.
+    """
 
     def read(tree: FileTree, labels: LabelSet, part: str) -> Labels:
-        result = Labels([], files=list(labels.parts[part]))
+        result = Labels(images=[], files=list(labels.parts[part]))
         for file in result.files:
             try:
                 result.notes += note_encoding(file)
@@ -144,7 +147,7 @@ def read_with(read_file: Reader, title: str) -> Callable[[FileTree, LabelSet, st
 
 
 def find_per_image(kind: str) -> Callable[[FileTree], list[LabelSet]]:
-    """Returns a ``Format.find`` for label files of one kind, each of which has one image."""
+    """Returns a function for ``Format.find``, if each label file has the labels of one image."""
 
     def find(tree: FileTree) -> list[LabelSet]:
         groups = group_per_image_files(tree, tree.label_files.get(kind, ()))
@@ -161,16 +164,17 @@ def read_per_image(
     add_boxes: Callable[[LabelledImage, Content], None],
     find_name: Callable[[Content], str] = lambda content: "",
 ) -> Callable[[FileTree, LabelSet, str], Labels]:
-    """Returns a ``Format.read`` for label files that have the labels of one image each.
+    """Returns a function for ``Format.read``, if each label file has the labels of one image.
 
     Args:
-        parse: reads a label file, or raises an ``UnreadableFileError``.
-        add_boxes: adds the size and the boxes in the content of a label file to an image.
-        find_name: returns the file name of the image in the content of a label file, or "".
+        parse: returns the content of a label file. Raises an ``UnreadableFileError`` if it cannot
+            be read.
+        add_boxes: adds the boxes in this content, and the size of the image, to the image.
+        find_name: returns the file name of the image in this content; "" if it has none.
     """
 
     def read(tree: FileTree, labels: LabelSet, part: str) -> Labels:
-        result = Labels([], files=list(labels.manifests))
+        result = Labels(images=[], files=list(labels.manifests))
         files: Sequence[str] = labels.parts[part]
         contents: dict[str, Content] = {}
         errors: dict[str, str] = {}
@@ -186,7 +190,9 @@ def read_per_image(
             image = LabelledImage(file, file=path, label_file=file)
             result.images.append(image)
             if file in errors:
-                image.reason = LeftOut("that cannot be read", file, errors[file], "label file")
+                image.exclusion = LeftOut(
+                    kind="that cannot be read", where=file, reason=errors[file], item="label file"
+                )
             else:
                 add_boxes(image, contents[file])
         for file in pairs.orphans.keys() & errors.keys():
@@ -200,10 +206,17 @@ def read_per_image(
 def find_by_name(
     tree: FileTree, pairs: Pairs, names: Mapping[str, str], part: str, result: Labels
 ) -> None:
-    """Looks up images by the names in label files, if there is no image of the file's name.
+    """Finds the images of label files without an image of the same name, by the names in them.
 
-    Also notes how many label files name another image than that of their own name. Such files were
-    renamed together with their image.
+    Also notes how many label files contain the name of another image than the one that has their
+    file name. Such a label file was probably renamed together with its image.
+
+    Args:
+        tree: the files of the data set.
+        pairs: the images that were found by file names. Those that are found here are added.
+        names: maps label files to the names of images in them.
+        part: the part of the data set.
+        result: the labels of the part, whose notes are extended.
     """
     num_renamed = 0
     for file, path in pairs.image_of.items():
@@ -237,12 +250,16 @@ def find_by_name(
 
 
 def locate_image(tree: FileTree, image: LabelledImage, label_file: str, part: str) -> None:
-    """Sets ``image.file``, or the reason why there is no such image."""
+    """Finds the file of an image by its name, and sets ``image.file``.
+
+    If no file or several files have the name, sets ``image.exclusion``. Images that have a file or
+    an exclusion already are not changed.
+    """
     image.entry_file = label_file
-    if image.reason or image.file:
+    if image.exclusion or image.file:
         return
     if not isinstance(image.name, str) or not image.name.strip() or "\0" in image.name:
-        image.miss(f"its image must be a file name, not {short(image.name)}")
+        image.mark_missing(f"its image must be a file name, not {short(image.name)}")
         return
     located = locate(tree, image.name, label_file, part)
     if isinstance(located, str):
@@ -255,11 +272,14 @@ def locate_image(tree: FileTree, image: LabelledImage, label_file: str, part: st
         )
         image.leave_out("of an ambiguous name", reason)
     else:
-        image.miss(f"there is no image {short(image.name)} below '{tree.root}'")
+        image.mark_missing(f"there is no image {short(image.name)} below '{tree.root}'")
 
 
 def find_foreign_labels(tree: FileTree, kind: str) -> dict[str, str]:
-    """Maps images to label files of one image each that are of another kind than ``kind``."""
+    """Maps images to their label files of any other kind than ``kind``.
+
+    Only kinds whose files have the labels of one image count.
+    """
     files = tree.list_other_labels(kind)
     if not files:
         return {}
@@ -267,7 +287,11 @@ def find_foreign_labels(tree: FileTree, kind: str) -> dict[str, str]:
 
 
 def choose_name(attributes: Mapping[str, Any]) -> object:
-    """Returns the class among the attributes of an object: a text, or the checked option."""
+    """Returns the class of an object, or None if it has none.
+
+    It is the first attribute of ``NAME_KEYS`` with a value. If the object has no such attribute, it
+    is the first attribute with a value.
+    """
     keys_in_lower_case = {str(key).strip().lower(): key for key in attributes}
     keys = [keys_in_lower_case[key] for key in NAME_KEYS if key in keys_in_lower_case]
     for key in keys or attributes:
@@ -290,7 +314,10 @@ def choose_option(value: object) -> object:
 
 
 def find_path(address: str) -> str:
-    """Returns the path in a path or URL. Label Studio names local files in the query, as ``d``."""
+    """Returns the file's path in a URL. Returns a path as it is, with percent signs decoded.
+
+    In URLs of Label Studio, the path of a local file is the parameter ``d`` of the query.
+    """
     url = urllib.parse.urlsplit(address)
     path = address
     if "://" in address:
@@ -313,15 +340,21 @@ def note_encoding(file: str) -> list[str]:
 
 
 def add_unpaired(result: Labels, pairs: Pairs) -> None:
-    """Adds label files without an image, and images that share the label file of another."""
+    """Adds the label files and images that have not been paired to the images that are left out."""
     for file, reason in pairs.orphans.items():
         image = LabelledImage(file, label_file=file)
-        image.reason = LeftOut("without an image", file, reason, "label file")
+        image.exclusion = LeftOut(
+            kind="without an image", where=file, reason=reason, item="label file"
+        )
         result.images.append(image)
     for file, reason in pairs.spares.items():
         image = LabelledImage(file, label_file=file)
-        image.reason = LeftOut(
-            "of images with other labels", file, reason, "label file", is_fault=False
+        image.exclusion = LeftOut(
+            kind="of images with other labels",
+            where=file,
+            reason=reason,
+            item="label file",
+            is_fault=False,
         )
         result.images.append(image)
     for path, chosen in pairs.doubles.items():

@@ -22,8 +22,8 @@ Entry = dict[str, Any]
 _MAX_ID = 2**53  # COCO evaluation stores ids as floats
 _MAX_SHIFT = 30  # run lengths have at most seven groups of five bits
 _MAX_COORDINATE = 1e9
-_AGREEMENT = 0.9  # share of boxes that must show that all are corners
-_BEYOND = 0.1  # share of boxes beyond their image that makes corners likely
+_AGREEMENT = 0.9  # share of the boxes that must be corners by their area, to read all as such
+_BEYOND = 0.1  # if a larger share of the boxes reach beyond their image, they may be corners
 
 
 def read_coco(tree: FileTree, labels: LabelSet, part: str) -> Labels:
@@ -37,7 +37,7 @@ def read_coco(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     """
     paths = sorted(labels.parts[part], key=lambda path: not _has_instances(path))
     files: list[_CocoFile] = []
-    owners: dict[str, str] = {}  # by image
+    owners: dict[str, str] = {}  # maps images to the COCO file that has them
     for path in paths:
         file = _CocoFile(tree, path, part)
         shared = next((image.file for image in file.images if image.file in owners), None)
@@ -50,8 +50,9 @@ def read_coco(tree: FileTree, labels: LabelSet, part: str) -> Labels:
             )
         files.append(file)
         owners |= {image.file: path for image in file.images if image.file}
+    # If all files are empty, they are kept, because their ``problem`` says so.
     files = [file for file in files if file.images] or files
-    result = Labels([], categories=files[0].categories)
+    result = Labels(images=[], categories=files[0].categories)
     for file in files:
         result.files.append(file.path)
         result.images += file.images
@@ -67,12 +68,12 @@ def read_coco(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     result.categories = [{"id": id_, "name": name} for id_, name in enumerate(names, start=1)]
     for image in result.images:
         image.id = None
-        image.boxes = [box._replace(category=None) for box in image.boxes]
+        image.boxes = [box._replace(class_index=None) for box in image.boxes]
     return result
 
 
 def _has_instances(path: str) -> bool:
-    """Returns whether a file has boxes by its name, and not captions or keypoints."""
+    """Returns whether a file is named "instances…", so that it has boxes and no captions."""
     return os.path.basename(path).lower().startswith("instances")
 
 
@@ -81,7 +82,11 @@ class _CocoFile:
 
     Attributes:
         path: path of the file.
-        notes, problem, left_out, categories, images: see ``Labels``.
+        categories: COCO's categories, sorted by id.
+        images: images with their boxes, and images that cannot be used.
+        left_out: annotations whose image is unknown.
+        notes: what was assumed or replaced, one sentence each.
+        problem: why the file has no labels; "" if it has some.
     """
 
     def __init__(self, tree: FileTree, path: str, part: str) -> None:
@@ -100,7 +105,8 @@ class _CocoFile:
         self.images: list[LabelledImage] = []
         self._image_of_id: dict[int | str, LabelledImage | None] = {}
         self._read_images(tree, content["images"], part)
-        self._faults: Counter[str] = Counter()  # of annotations that are used in part
+        # Number of annotations by what is unusual about them. Their boxes are used.
+        self._faults: Counter[str] = Counter()
         if not self.images:
             self.problem = f"'{path}' is not in COCO's format: 'images' is empty"
         elif content["annotations"] is None:
@@ -131,45 +137,49 @@ class _CocoFile:
         return [categories[id_] for id_ in sorted(categories)]
 
     def _read_images(self, tree: FileTree, entries: list[Any], part: str) -> None:
-        """Reads the images, also by id. Ids that two images have map to None."""
+        """Fills ``images`` and ``_image_of_id``. An id of two different images maps to None."""
         for number, entry in enumerate(entries, start=1):
             image = self._read_image(entry, number)
-            self.images.append(image)
-            if image.reason:
+            if image.exclusion:
+                self.images.append(image)
                 continue
             locate_image(tree, image, self.path, part)
             id_ = _to_int(entry["id"])
+            is_new_id = id_ not in self._image_of_id
             first = self._image_of_id.setdefault(id_, image)
-            if first is image:
+            if is_new_id:
+                self.images.append(image)
                 continue
-            if first is not None and image.file and image.file == first.file:
-                self.images.pop()  # the same entry again
+            is_same_image = first is not None and bool(image.file) and image.file == first.file
+            if is_same_image:
                 continue
+            self.images.append(image)
             self._image_of_id[id_] = None
             for same_id in (first, image):
-                if same_id is not None and not same_id.reason:
+                if same_id is not None and not same_id.exclusion:
                     same_id.leave_out("with the id of another", f"id {short(id_)} occurs twice")
-        if any(image.id is None for image in self.images if not image.reason):
+        if any(image.id is None for image in self.images if not image.exclusion):
             self.notes.append(f"'{self.path}' has ids of images that are no numbers: new ones")
         if any(isinstance(entry, dict) and "split" in entry for entry in entries):
             self.notes.append(f"'{self.path}': the field 'split' of images is not used")
 
     def _read_image(self, entry: Any, number: int) -> LabelledImage:
+        """Returns the image of an entry. If the entry is invalid, its ``exclusion`` is set."""
         image = LabelledImage(f"{self.path}: image number {number}")
         if not isinstance(entry, dict):
-            image.miss(f"it must be an object, but is {short(entry)}")
+            image.mark_missing(f"it must be an object, but is {short(entry)}")
             return image
         id_ = _to_int(entry.get("id"))
         is_number = type(id_) is int and abs(id_) < _MAX_ID
         if not is_number and not isinstance(id_, str):
-            image.miss(f"its id must be a number below 2**53, not {short(id_)}")
+            image.mark_missing(f"its id must be a number below 2**53, not {short(id_)}")
             return image
-        image.place = f"{self.path}: image id {short(id_)}"
+        image.location = f"{self.path}: image id {short(id_)}"
         name = entry.get("file_name")
         if name is None and isinstance(entry.get("coco_url"), str):  # LVIS
             name = "/".join(entry["coco_url"].split("/")[-2:])
         if not isinstance(name, str) or not name or "\0" in name:
-            image.miss(f"its file_name must be a file name, not {short(name)}")
+            image.mark_missing(f"its file_name must be a file name, not {short(name)}")
             return image
         image.name = name
         if is_number:
@@ -182,28 +192,31 @@ class _CocoFile:
         return image
 
     def _find_image(self, id_: object) -> LabelledImage | None:
-        """Returns the image of an id; None if there is none, or two."""
+        """Returns the image with an id, or None if no image or several images have it."""
         if not isinstance(id_, int | str):
             return None
         return self._image_of_id.get(id_)
 
     def _read_annotations(self, entries: list[Any]) -> None:
+        """Adds the boxes to their images. Invalid entries are left out."""
         are_corners = self._find_corners(entries)
-        no_image = LabelledImage(self.path)  # collects what belongs to no image
+        no_image = LabelledImage(self.path)  # collects the boxes whose image is unknown
         for number, entry in enumerate(entries, start=1):
             if isinstance(entry, dict):
-                place = f"{self.path}: annotation id {short(entry.get('id'))}"
+                location = f"{self.path}: annotation id {short(entry.get('id'))}"
                 image = self._find_image(_to_int(entry.get("image_id"))) or no_image
             else:
-                place = f"{self.path}: annotation number {number}"
+                location = f"{self.path}: annotation number {number}"
                 image = no_image
-            with image.reading(place):
-                self._add_box(image, place, entry, are_corners=are_corners)
+            with image.skip_invalid_box(location):
+                self._add_box(image, location, entry, are_corners=are_corners)
         for box in no_image.boxes:
-            no_image.leave_out_box(box.place, "two images have its image_id")
-        self.left_out = no_image.left_out
+            no_image.leave_out_box(box.location, "two images have its image_id")
+        self.left_out = no_image.left_out_boxes
 
-    def _add_box(self, image: LabelledImage, place: str, entry: Any, *, are_corners: bool) -> None:
+    def _add_box(
+        self, image: LabelledImage, location: str, entry: Any, *, are_corners: bool
+    ) -> None:
         """Adds the box of an annotation. Raises a ``ValueError`` if it is invalid."""
         if not isinstance(entry, dict):
             raise ValueError(f"it must be an object, but is {short(entry)}")
@@ -243,14 +256,27 @@ class _CocoFile:
         index = self._index_of_category[category_id]
         name = str(self.categories[index]["name"])
         xywh = (x, y, width, height)
-        image.boxes.append(Box(place, name, xywh, False, bool(is_crowd), index, fields))
+        image.boxes.append(
+            Box(
+                location=location,
+                class_name=name,
+                xywh=xywh,
+                is_relative=False,
+                is_crowd=bool(is_crowd),
+                class_index=index,
+                fields=fields,
+            )
+        )
 
     def _find_corners(self, entries: list[Any]) -> bool:
-        """Returns whether boxes are given by two corners instead of a corner and a size.
+        """Returns whether the boxes are [x1, y1, x2, y2] instead of COCO's [x, y, width, height].
 
-        Raises a ``UserError`` if this is likely, but the areas in the file do not show it.
+        This is the case if the field "area" of nearly all annotations is the area of the corners.
+
+        Raises:
+            UserError: the boxes are probably corners, but the areas do not prove it.
         """
-        rows = []
+        rows = []  # x, y, third and fourth number, width and height of the image, area
         for entry in entries:
             if not isinstance(entry, dict) or not _is_box(entry.get("bbox")):
                 continue
@@ -264,23 +290,24 @@ class _CocoFile:
             rows.append((*entry["bbox"], *size, area))
         if not rows:
             return False
+        # One value per annotation (N,). An unknown image size is inf, and a missing area is nan.
         x, y, third, fourth, width, height, area = np.array(rows, dtype=np.float64).T
         area_of_sizes = third * fourth
         area_of_corners = (third - x) * (fourth - y)
         tolerance = 1 + 0.01 * np.abs(area)
         fits_as_sizes = np.abs(area_of_sizes - area) <= tolerance
         fits_as_corners = np.abs(area_of_corners - area) <= tolerance
-        # A comparison with nan, a missing area, is false.
+        # Not the negation of ``fits_as_sizes``: both are False if the area is missing (nan).
         differs_as_sizes = np.abs(area_of_sizes - area) > tolerance
-        are_shown = fits_as_corners & differs_as_sizes
-        are_valid = (third > x) & (fourth > y)
-        are_valid &= (third <= width + MARGIN) & (fourth <= height + MARGIN)
-        if are_shown.mean() >= _AGREEMENT and are_valid.mean() >= _AGREEMENT:
+        fits_only_as_corners = fits_as_corners & differs_as_sizes
+        are_valid_corners = (third > x) & (fourth > y)
+        are_valid_corners &= (third <= width + MARGIN) & (fourth <= height + MARGIN)
+        if fits_only_as_corners.mean() >= _AGREEMENT and are_valid_corners.mean() >= _AGREEMENT:
             note = "boxes are corners [x1, y1, x2, y2], as the areas show, and are read as such"
             self.notes.append(f"'{self.path}': {note}")
             return True
         are_beyond = (x + third > width + MARGIN) | (y + fourth > height + MARGIN)
-        if are_beyond.mean() > _BEYOND and are_valid.all() and not fits_as_sizes.any():
+        if are_beyond.mean() > _BEYOND and are_valid_corners.all() and not fits_as_sizes.any():
             raise UserError(
                 f"'{self.path}': {are_beyond.sum():,} of {len(rows):,} boxes reach beyond their "
                 "image, and all fit as corners: bbox must be [x, y, width, height], not "
@@ -308,7 +335,10 @@ def _read_lists(file: str) -> dict[str, Any]:
 
 
 def _to_int(value: object) -> Any:
-    """Returns a whole number as an int, such as 3.0, and any other value as it is."""
+    """Converts a float that is a whole number, such as 3.0, to an int.
+
+    Returns any other value unchanged.
+    """
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value
@@ -340,7 +370,11 @@ def _is_box(box: object) -> TypeGuard[list[float]]:
 
 
 def _can_be_drawn(segmentation: object, image_size: tuple[int, int] | None) -> bool:
-    """Returns whether a mask has valid polygons near the image, or RLE for every pixel."""
+    """Returns whether a mask is valid.
+
+    A mask is a list of polygons, of which one at least must have three points, or run lengths (RLE)
+    whose sum is the number of pixels.
+    """
     if isinstance(segmentation, list):
         width, height = image_size or (2**15, 2**15)
         # Drawing coordinates far outside the image would need too much memory.
@@ -359,9 +393,11 @@ def _can_be_drawn(segmentation: object, image_size: tuple[int, int] | None) -> b
 
 
 def _decode_runs(counts: str) -> list[int] | None:
-    """Returns the run lengths of a compressed RLE, or None if the string is invalid.
+    """Returns the run lengths of a compressed RLE mask, or None if the string is invalid.
 
-    pycocotools is not used because it reads out of bounds for some invalid strings.
+    Each character has six bits, from the code 48 on: five bits of a number, the lowest first, and a
+    bit that is set if the number continues. From the fourth run on, a number is the difference to
+    the run two before. pycocotools reads out of bounds for some invalid strings, so it is not used.
     """
     runs: list[int] = []
     value = 0
@@ -373,9 +409,9 @@ def _decode_runs(counts: str) -> list[int] | None:
         value |= (code & 0x1F) << shift
         shift += 5
         if not code & 0x20:
-            if code & 0x10:  # two's complement
+            if code & 0x10:  # a negative number, in two's complement
                 value -= 1 << shift
-            if len(runs) > 2:  # the difference to the run before the last one
+            if len(runs) > 2:
                 value += runs[-2]
             runs.append(value)
             value = 0
@@ -386,13 +422,13 @@ def _decode_runs(counts: str) -> list[int] | None:
 
 
 COCO = Format(
-    "coco",
-    "COCO",
-    (
+    name="coco",
+    title="COCO",
+    kinds=(
         LabelKind(
-            "coco",
-            (".json",),
-            json_object(
+            name="coco",
+            suffixes=(".json",),
+            matches=json_object(
                 ("image_id", "bbox"),
                 ("images", "annotations"),
                 ("images", "categories"),
@@ -401,8 +437,8 @@ COCO = Format(
             ),
         ),
     ),
-    find_by_kind("coco"),
-    read_coco,
+    find=find_by_kind("coco"),
+    read=read_coco,
     data="a JSON file, or a folder with JSON files, such as "
     "`annotations/instances_train2017.json`, `annotations/train.json` or "
     "`train/_annotations.coco.json`",

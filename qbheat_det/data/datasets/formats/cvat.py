@@ -49,8 +49,8 @@ def _parse(file: str) -> Element:
 
 
 def read_cvat(tree: FileTree, labels: LabelSet, part: str) -> Labels:
-    """Reads the images of a part, see ``Format.read``."""
-    result = Labels([], files=list(dict.fromkeys(file for file, _ in labels.parts[part])))
+    """Reads the images of a part of a data set, and finds their files."""
+    result = Labels(images=[], files=list(dict.fromkeys(file for file, _ in labels.parts[part])))
     for file, subset in labels.parts[part]:
         root = _parse(file)
         if root.find("track") is not None:
@@ -64,7 +64,7 @@ def read_cvat(tree: FileTree, labels: LabelSet, part: str) -> Labels:
 
 
 def _read_images(file: str, root: Element, subset: str) -> Iterator[LabelledImage]:
-    """Reads the images of a subset; "" for the images of none."""
+    """Yields the images of a subset with their boxes. ``subset`` "" is for images of no subset."""
     for node in root.iter("image"):
         if node.get("subset", "") != subset:
             continue
@@ -73,14 +73,19 @@ def _read_images(file: str, root: Element, subset: str) -> Iterator[LabelledImag
         if subset and not name.startswith(f"{subset}/"):
             image.name = f"{subset}/{name}"
         for number, shape in enumerate(node, start=1):
-            with image.reading(f"{image.place}, shape {number}") as place:
+            with image.skip_invalid_box(f"{image.location}, shape {number}") as location:
                 if shape.tag != "tag":  # a tag belongs to the whole image
-                    image.add(place, shape.get("label"), find_points(shape))
+                    image.add_box(location, shape.get("label"), find_box_points(shape))
         yield image
 
 
-def find_points(shape: Element) -> list[tuple[float, float]]:
-    """Returns points that a shape's box encloses. Raises a ``NoBoxError`` for a point."""
+def find_box_points(shape: Element) -> list[tuple[float, float]]:
+    """Returns points (x, y) in pixels that have the same bounding box as a shape.
+
+    These are the vertices of a polygon, the four corners of a rotated box, or the top left and the
+    bottom right corner of the box around an ellipse or mask. Raises a ``NoBoxError`` for points and
+    other shapes without a box.
+    """
 
     def numbers(*keys: str) -> list[float]:
         return [float(shape.get(key, "nan")) for key in keys]
@@ -102,11 +107,15 @@ def find_points(shape: Element) -> list[tuple[float, float]]:
 
 
 CVAT = Format(
-    "cvat",
-    "CVAT",
-    (LabelKind("cvat", (".xml",), lambda ends: "<annotations" in ends.start),),
-    find_cvat,
-    read_cvat,
+    name="cvat",
+    title="CVAT",
+    kinds=(
+        LabelKind(
+            name="cvat", suffixes=(".xml",), matches=lambda ends: "<annotations" in ends.start
+        ),
+    ),
+    find=find_cvat,
+    read=read_cvat,
     data='an export "CVAT for images"; exports as COCO, YOLO and Pascal VOC have these formats',
     images="below the folder of the file, found by their names; or `--images DIR`",
 )

@@ -21,22 +21,29 @@ def add_objects(image: LabelledImage, lines: list[tuple[int, str]]) -> None:
     for number, line in lines:
         if line.startswith(_HEADERS):
             continue
-        with image.reading(f"{image.label_file}, line {number}") as place:
+        with image.skip_invalid_box(f"{image.label_file}, line {number}") as location:
             *numbers, name, difficulty = line.split()
             if len(numbers) != 8:
                 raise ValueError(
                     f"must be four corners, class and difficulty, but is {short(line)}"
                 )
             points = zip(numbers[::2], numbers[1::2], strict=True)
-            image.add(place, name, points, is_crowd=difficulty == "2")
+            image.add_box(location, name, points, is_crowd=difficulty == "2")
 
 
 DOTA = Format(
-    "dota",
-    "DOTA",
-    (LabelKind("dota", (".txt",), lines_like(_OBJECT, header="imagesource:"), has_one_image=True),),
-    find_per_image("dota"),
-    read_per_image(read_lines, add_objects),
+    name="dota",
+    title="DOTA",
+    kinds=(
+        LabelKind(
+            name="dota",
+            suffixes=(".txt",),
+            matches=lines_like(_OBJECT, header="imagesource:"),
+            has_one_image=True,
+        ),
+    ),
+    find=find_per_image("dota"),
+    read=read_per_image(read_lines, add_objects),
     data="a folder with a `.txt` file for each image, such as `labelTxt/` beside `images/`",
     images="below the folder, found by their names",
 )

@@ -17,7 +17,7 @@ from .base import NAME_KEYS, Format, choose_name, find_by_kind, read_with
 
 
 def read_file(file: str) -> Iterator[LabelledImage]:
-    """Reads the metadata of images."""
+    """Reads ``metadata.jsonl`` or ``metadata.csv``. Yields the images with their boxes."""
     rows: list[tuple[int, Any]]
     if file.lower().endswith(".csv"):
         rows = list(enumerate(read_table(file), start=1))
@@ -32,17 +32,21 @@ def read_file(file: str) -> Iterator[LabelledImage]:
             image.name = row["file_name"]
             objects = _list_objects(row)
         except BROKEN as error:
-            image.miss(describe(error))
+            image.mark_missing(describe(error))
         for index, entry in enumerate(objects, start=1):
-            with image.reading(f"{image.place}, object {index}") as place:
+            with image.skip_invalid_box(f"{image.location}, object {index}") as location:
                 x, y, width, height = map(float, entry["bbox"])
                 points = corners(x, y, width, height)
-                image.add(place, choose_name(entry), points, is_box=True)
+                image.add_box(location, choose_name(entry), points, is_box=True)
         yield image
 
 
 def _list_objects(row: dict[str, Any]) -> list[Any]:
-    """Returns the objects of a row, each with "bbox" and a class."""
+    """Returns one dict per object of an image, with the keys "bbox" and "category".
+
+    Hugging Face stores the boxes and the classes as two lists. A list of objects is returned as it
+    is.
+    """
     objects = row.get("objects") or {}
     if isinstance(objects, str):  # in a table
         objects = json.loads(objects)
@@ -55,14 +59,22 @@ def _list_objects(row: dict[str, Any]) -> list[Any]:
 
 
 HUGGING_FACE = Format(
-    "hugging_face",
-    "Hugging Face metadata",
-    (
-        LabelKind("hugging face", (".jsonl",), lambda ends: '"file_name"' in ends.start),
-        LabelKind("hugging face table", (".csv",), starts_with("file_name", "objects")),
+    name="hugging_face",
+    title="Hugging Face metadata",
+    kinds=(
+        LabelKind(
+            name="hugging face",
+            suffixes=(".jsonl",),
+            matches=lambda ends: '"file_name"' in ends.start,
+        ),
+        LabelKind(
+            name="hugging face table",
+            suffixes=(".csv",),
+            matches=starts_with("file_name", "objects"),
+        ),
     ),
-    find_by_kind("hugging face", "hugging face table"),
-    read_with(read_file, "Hugging Face metadata"),
+    find=find_by_kind("hugging face", "hugging face table"),
+    read=read_with(read_file, "Hugging Face metadata"),
     data="a folder with `metadata.jsonl` or `metadata.csv`",
     images="below the same folder",
 )

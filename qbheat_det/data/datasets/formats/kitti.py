@@ -19,12 +19,18 @@ _UNLABELLED_REGION = "DontCare"
 def add_objects(image: LabelledImage, lines: list[tuple[int, str]]) -> None:
     """Adds the objects in the lines of a label file to an image."""
     for number, line in lines:
-        with image.reading(f"{image.label_file}, line {number}") as place:
+        with image.skip_invalid_box(f"{image.label_file}, line {number}") as location:
             columns = line.split()
             if columns[0] == _UNLABELLED_REGION:
                 reason = "its objects are not labelled"
-                image.left_out.append(
-                    LeftOut("that KITTI does not label", place, reason, "box", is_fault=False)
+                image.left_out_boxes.append(
+                    LeftOut(
+                        kind="that KITTI does not label",
+                        where=location,
+                        reason=reason,
+                        item="box",
+                        is_fault=False,
+                    )
                 )
                 continue
             if len(columns) < _MIN_COLUMNS:
@@ -32,15 +38,19 @@ def add_objects(image: LabelledImage, lines: list[tuple[int, str]]) -> None:
                     f"must have {_MIN_COLUMNS} columns or more, but has {len(columns)}"
                 )
             left, top, right, bottom = columns[4:8]
-            image.add(place, columns[0], [(left, top), (right, bottom)], is_box=True)
+            image.add_box(location, columns[0], [(left, top), (right, bottom)], is_box=True)
 
 
 KITTI = Format(
-    "kitti",
-    "KITTI",
-    (LabelKind("kitti", (".txt",), lines_like(_OBJECT), has_one_image=True),),
-    find_per_image("kitti"),
-    read_per_image(read_lines, add_objects),
+    name="kitti",
+    title="KITTI",
+    kinds=(
+        LabelKind(
+            name="kitti", suffixes=(".txt",), matches=lines_like(_OBJECT), has_one_image=True
+        ),
+    ),
+    find=find_per_image("kitti"),
+    read=read_per_image(read_lines, add_objects),
     data="a folder with a `.txt` file for each image, such as `label_2/` beside `image_2/`",
     images="below the folder, found by their names",
 )

@@ -29,8 +29,8 @@ from qbheat_det.data.datasets.text_files import read_json, read_table
 from .base import Format, Labels, LabelSet, find_by_kind, find_path, read_with
 
 _UPLOAD_PREFIX = re.compile(r"^[0-9a-f]{8}-")  # Label Studio adds it to uploaded files
-# The keys of a region. A region with only these keys was drawn without a label.
-_SHAPE = {
+# The keys of a shape's geometry. A region with only these keys was drawn without a label.
+_GEOMETRY_KEYS = {
     *("x", "y", "width", "height", "rotation", "points", "closed", "radiusX", "radiusY"),
     *("original_width", "original_height", "image_rotation"),
 }
@@ -38,23 +38,25 @@ _SHAPE = {
 
 @dataclass
 class Task(LabelledImage):
-    """The image of a task. ``num_annotations`` is the number of its finished annotations."""
+    """The image of a task.
+
+    Attributes:
+        num_annotations: number of finished annotations of the task, of which one is read.
+    """
 
     num_annotations: int = 1
 
 
 def read_label_studio(tree: FileTree, labels: LabelSet, part: str) -> Labels:
-    """Reads the files of a part, see ``Format.read``."""
+    """Reads the exports of a part of a data set, and finds the images of their tasks."""
     result = _read(tree, labels, part)
     tasks = [image for image in result.images if isinstance(image, Task)]
-    _find_uploaded(
-        tree,
-        [
-            task
-            for task in tasks
-            if task.name and task.reason and task.reason.item == "missing image"
-        ],
-    )
+    missing = []
+    for task in tasks:
+        is_missing = task.exclusion is not None and task.exclusion.item == "missing image"
+        if task.name and is_missing:
+            missing.append(task)
+    _find_uploaded(tree, missing)
     for task in tasks:
         if not task.num_annotations and task.file:
             reason = "its task has no finished annotation"
@@ -69,9 +71,14 @@ def read_label_studio(tree: FileTree, labels: LabelSet, part: str) -> Labels:
 
 
 def _find_uploaded(tree: FileTree, images: Sequence[LabelledImage]) -> None:
-    """Finds the original images of uploaded ones, whose names have a prefix.
+    """Sets ``file`` of images that were uploaded to Label Studio, which changed their names.
 
-    If several files or uploads have a name, it does not tell which file an upload is.
+    Label Studio puts eight hexadecimal digits before the name, and replaces some characters. If
+    several uploads or several files have the same original name, the images are left out.
+
+    Args:
+        tree: the files of the data set.
+        images: images whose name in the label file is no file of the data set.
     """
     files_of_name: dict[str, list[str]] = defaultdict(list)
     for path in tree.all_images:
@@ -85,24 +92,24 @@ def _find_uploaded(tree: FileTree, images: Sequence[LabelledImage]) -> None:
         files = files_of_name[name]
         if len(files) == 1 and len(uploads_of_name[name]) == 1:
             image.file = files[0]
-            image.reason = None
+            image.exclusion = None
         elif files:
             reason = f"several uploads or files have the name '{name}', such as '{files[0]}'"
             image.leave_out("of an ambiguous name", reason)
 
 
 def _find_original_name(upload: str) -> str:
-    """Returns the name of a file before its upload, as Label Studio stores it."""
+    """Removes the prefix that Label Studio adds to the name of an uploaded file."""
     return _clean(_UPLOAD_PREFIX.sub("", upload))
 
 
 def _clean(name: str) -> str:
-    """Returns a file name as Label Studio stores it."""
+    """Replaces spaces and removes special characters, as Label Studio does in an upload."""
     return re.sub(r"[^-\w.]", "", name.strip().replace(" ", "_"))
 
 
 def read_file(file: str) -> Iterator[Task]:
-    """Reads an export."""
+    """Reads an export as JSON, JSON-MIN or CSV. Yields the image of each task with its boxes."""
     tasks = _read_tasks(file) if file.lower().endswith(".csv") else read_json(file)
     for number, task in enumerate(tasks, start=1):
         image = Task(f"{file}, task {number}")
@@ -110,10 +117,10 @@ def read_file(file: str) -> Iterator[Task]:
         try:
             regions = _read_task(image, task)
         except BROKEN as error:
-            image.miss(describe(error))
+            image.mark_missing(describe(error))
         for index, region in enumerate(regions, start=1):
-            with image.reading(f"{image.place}, region {index}") as place:
-                _add_region(image, place, region)
+            with image.skip_invalid_box(f"{image.location}, region {index}") as location:
+                _add_region(image, location, region)
         yield image
 
 
@@ -130,7 +137,11 @@ def _read_tasks(file: str) -> list[dict[str, Any]]:
 
 
 def _read_task(image: Task, task: Any) -> Sequence[Any]:
-    """Reads a task into its image, and returns its list of regions."""
+    """Sets the location, name and number of annotations of a task's image from its entry.
+
+    Returns the regions of the annotation to read: the last that is marked as ground truth, or else
+    the last finished one.
+    """
     if not isinstance(task, dict):
         raise ValueError(f"it must be a JSON object, but is {short(task)}")
     data = task.get("data", task)
@@ -138,7 +149,7 @@ def _read_task(image: Task, task: Any) -> Sequence[Any]:
     addresses = [data[key] for key in ("image", "img", "ocr") if key in data] or texts
     if not addresses:
         raise ValueError("it names no image")
-    image.place = f"{image.place.rpartition(' ')[0]} {task.get('id', '')}".rstrip()
+    image.location = f"{image.location.rpartition(' ')[0]} {task.get('id', '')}".rstrip()
     image.name = find_path(str(addresses[0]))
     annotations = task.get("annotations", task.get("completions"))
     if annotations is None:  # JSON-MIN
@@ -152,50 +163,67 @@ def _read_task(image: Task, task: Any) -> Sequence[Any]:
     return list(chosen["result"])
 
 
-def _add_region(image: LabelledImage, place: str, region: Mapping[str, Any]) -> None:
-    """Adds a region, whose coordinates are percentages of the image's sides, to an image."""
-    value = region.get("value", region)
-    kind = next((key for key in value if key.endswith("labels")), None)
-    if kind is None and value and value.keys() <= _SHAPE:
+def _add_region(image: LabelledImage, location: str, region: Mapping[str, Any]) -> None:
+    """Adds the bounding box of a region to an image.
+
+    A result that is no shape, such as a choice for the whole image, is ignored.
+
+    Args:
+        image: the image of the task.
+        location: location of the region in the label file, for messages.
+        region: an entry of the task's results. Its shape, with coordinates in percent of the
+            image's sides, is in "value". In JSON-MIN, the entry itself is the shape.
+
+    Raises:
+        NoBoxError: the shape has no bounding box.
+        ValueError: the shape has no class or invalid coordinates.
+    """
+    shape = region.get("value", region)
+    # The key tells the type of the shape and has its classes, as in {"ellipselabels": ["cat"]}.
+    labels_key = next((key for key in shape if key.endswith("labels")), None)
+    has_only_geometry = bool(shape) and shape.keys() <= _GEOMETRY_KEYS
+    if labels_key is None and has_only_geometry:
         raise ValueError("it has no class")
-    if kind is None or kind in ("labels", "choices"):  # not about a region
+    if labels_key is None or labels_key == "labels":  # no shape in an image
         return
-    fields = {**region, **value}
-    image_width = float(fields.get("original_width") or 1)
-    image_height = float(fields.get("original_height") or 1)
-    degrees = float(value.get("rotation") or 0)
+    # Pixels are needed to rotate shapes. The image's size is beside "value" or in it.
+    attributes = {**region, **shape}
+    image_width = float(attributes.get("original_width") or 1)
+    image_height = float(attributes.get("original_height") or 1)
+    degrees = float(shape.get("rotation") or 0)
 
-    # Shapes are rotated in pixels.
-    def pixels(x_key: str, y_key: str) -> tuple[float, float]:
-        return value[x_key] / 100 * image_width, value[y_key] / 100 * image_height
+    def to_pixels(x_percent: float, y_percent: float) -> tuple[float, float]:
+        return x_percent / 100 * image_width, y_percent / 100 * image_height
 
-    if "points" in value and kind != "brushlabels":
-        points = [(x / 100 * image_width, y / 100 * image_height) for x, y in value["points"]]
-    elif kind == "ellipselabels":
-        x, y = pixels("x", "y")
-        radius_x, radius_y = pixels("radiusX", "radiusY")
+    if "points" in shape and labels_key != "brushlabels":
+        points = [to_pixels(x, y) for x, y in shape["points"]]
+    elif labels_key == "ellipselabels":
+        x, y = to_pixels(shape["x"], shape["y"])
+        radius_x, radius_y = to_pixels(shape["radiusX"], shape["radiusY"])
         points = enclose_ellipse(x, y, radius_x, radius_y, degrees)
-    elif kind == "rectanglelabels":
-        left, top = pixels("x", "y")
-        width, height = pixels("width", "height")
-        around = (left, top)
-        points = rotate_box(left, top, left + width, top + height, degrees, around)
+    elif labels_key == "rectanglelabels":
+        left, top = to_pixels(shape["x"], shape["y"])
+        width, height = to_pixels(shape["width"], shape["height"])
+        right = left + width
+        bottom = top + height
+        points = rotate_box(left, top, right, bottom, degrees, around=(left, top))
     else:
-        raise NoBoxError(f"regions of the kind '{kind}' have no box")
-    shares = [(x / image_width, y / image_height) for x, y in points]
-    image.add(place, next(iter(value[kind]), None), shares, is_relative=True)
+        raise NoBoxError(f"regions of the kind '{labels_key}' have no box")
+    fractions = [(x / image_width, y / image_height) for x, y in points]
+    first_class = next(iter(shape[labels_key]), None)
+    image.add_box(location, first_class, fractions, is_relative=True)
 
 
 _read = read_with(read_file, "Label Studio")
 
 LABEL_STUDIO = Format(
-    "label_studio",
-    "Label Studio",
-    (
+    name="label_studio",
+    title="Label Studio",
+    kinds=(
         LabelKind(
-            "label studio",
-            (".json",),
-            json_list(
+            name="label studio",
+            suffixes=(".json",),
+            matches=json_list(
                 ("annotations", "data"),
                 ("completions", "data"),
                 ("label", "annotator"),
@@ -204,10 +232,14 @@ LABEL_STUDIO = Format(
                 ("image", "annotation_id"),
             ),
         ),
-        LabelKind("label studio table", (".csv",), starts_with("annotation_id", "annotator")),
+        LabelKind(
+            name="label studio table",
+            suffixes=(".csv",),
+            matches=starts_with("annotation_id", "annotator"),
+        ),
     ),
-    find_by_kind("label studio", "label studio table"),
-    read_label_studio,
+    find=find_by_kind("label studio", "label studio table"),
+    read=read_label_studio,
     data="an export as JSON, JSON-MIN or CSV",
     images="below the folder of the file, found by their names; or `--images DIR`",
 )

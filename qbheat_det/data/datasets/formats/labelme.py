@@ -24,19 +24,24 @@ def parse(file: str) -> dict[str, Any]:
 def add_shapes(image: LabelledImage, content: Mapping[str, Any]) -> None:
     """Adds the shapes in the content of a file to an image."""
     for number, shape in enumerate(content["shapes"], start=1):
-        with image.reading(f"{image.label_file}, shape {number}") as place:
-            image.add(place, shape.get("label"), find_points(shape))
+        with image.skip_invalid_box(f"{image.label_file}, shape {number}") as location:
+            image.add_box(location, shape.get("label"), find_box_points(shape))
 
 
 def read_name(content: Mapping[str, Any]) -> str:
+    """Returns the file name of the image without its folders, or "" if it is missing."""
     path = content.get("imagePath")
     if not isinstance(path, str):
         return ""
     return path.replace("\\", "/").rpartition("/")[2]
 
 
-def find_points(shape: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """Returns points around a shape. Raises a ``NoBoxError`` for a point or a line."""
+def find_box_points(shape: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """Returns points (x, y) in pixels that have the same bounding box as a shape.
+
+    These are two corners of the square around a circle, and the shape's own points for all other
+    shapes. Raises a ``NoBoxError`` for a point or a line.
+    """
     kind = shape.get("shape_type", "polygon")
     points = [(float(x), float(y)) for x, y in shape["points"]]
     if kind == "circle":  # its centre, and a point on it
@@ -52,18 +57,18 @@ def find_points(shape: Mapping[str, Any]) -> list[tuple[float, float]]:
 
 
 LABELME = Format(
-    "labelme",
-    "LabelMe",
-    (
+    name="labelme",
+    title="LabelMe",
+    kinds=(
         LabelKind(
-            "labelme",
-            (".json",),
-            json_object(("shapes", "imagePath"), ("shapes", "version")),
+            name="labelme",
+            suffixes=(".json",),
+            matches=json_object(("shapes", "imagePath"), ("shapes", "version")),
             has_one_image=True,
         ),
     ),
-    find_per_image("labelme"),
-    read_per_image(parse, add_shapes, read_name),
+    find=find_per_image("labelme"),
+    read=read_per_image(parse, add_shapes, read_name),
     data="a folder with a JSON file for each image",
     images="beside the JSON files, or below the folder",
 )

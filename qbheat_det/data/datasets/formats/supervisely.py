@@ -20,7 +20,7 @@ _PNG_HEADER_SIZE = 64  # bytes, which include the size of the image
 
 
 def find_supervisely(tree: FileTree) -> list[LabelSet]:
-    """Finds JSON files of Supervisely by their content. All data sets of a project are one."""
+    """Finds JSON files of Supervisely. The data sets of a project (``meta.json``) are joined."""
     files = tree.label_files.get("supervisely", ())
     manifests = tree.label_files.get("supervisely meta", [])
     groups = group_per_image_files(tree, files)
@@ -43,12 +43,16 @@ def parse(file: str) -> dict[str, Any]:
 def add_objects(image: LabelledImage, content: Mapping[str, Any]) -> None:
     """Adds the objects in the content of a file to an image."""
     for number, entry in enumerate(content["objects"], start=1):
-        with image.reading(f"{image.label_file}, object {number}") as place:
-            image.add(place, entry["classTitle"], find_points(entry))
+        with image.skip_invalid_box(f"{image.label_file}, object {number}") as location:
+            image.add_box(location, entry["classTitle"], find_box_points(entry))
 
 
-def find_points(entry: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """Returns points that an object's box encloses. Raises a ``NoBoxError`` for a point."""
+def find_box_points(entry: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """Returns points (x, y) in pixels that have the same bounding box as an object.
+
+    These are the corners of a rectangle or mask, or the vertices of a polygon or line. Raises a
+    ``NoBoxError`` for points and other geometries without a box.
+    """
     kind = entry.get("geometryType")
     if kind == "bitmap":
         x, y = map(float, entry["bitmap"]["origin"])
@@ -71,23 +75,23 @@ def _read_mask_size(data: str) -> tuple[int, int]:
 
 
 SUPERVISELY = Format(
-    "supervisely",
-    "Supervisely",
-    (
+    name="supervisely",
+    title="Supervisely",
+    kinds=(
         LabelKind(
-            "supervisely",
-            (".json",),
-            json_object(("classTitle",), ("objects", "size", "tags")),
+            name="supervisely",
+            suffixes=(".json",),
+            matches=json_object(("classTitle",), ("objects", "size", "tags")),
             has_one_image=True,
         ),
         LabelKind(
-            "supervisely meta",
-            (".json",),
-            json_object(("classes", "shape", "title"), ("classes", "tags", "projectType")),
+            name="supervisely meta",
+            suffixes=(".json",),
+            matches=json_object(("classes", "shape", "title"), ("classes", "tags", "projectType")),
         ),
     ),
-    find_supervisely,
-    read_per_image(parse, add_objects),
+    find=find_supervisely,
+    read=read_per_image(parse, add_objects),
     data="a project, or a folder with `ann/` and `img/`",
     images="`img/`",
 )

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Tables (CSV) with one box per line, with any separator and with or without a header.
+"""Tables (CSV) with one box per row, with any separator and with or without a header.
 
-A line with only an image name is an image without boxes. In the format of Open Images ("ImageID,
-LabelName, XMin, …"), boxes are fractions of the image's sides.
+A row whose cells of the box are empty is an image without objects. In the format of Open Images
+("ImageID, LabelName, XMin, …"), boxes are in fractions of the image's sides.
 """
 
 import csv
@@ -66,10 +66,10 @@ class Columns(NamedTuple):
 
     Attributes:
         image: column of image names.
-        label: column of classes; None if all objects have the class "object".
-        box: the columns of the box.
-        to_points: converts the texts in these columns to two corners.
-        is_relative: whether boxes are fractions of the image's sides.
+        label: column of class names; None if there is none, and all objects are "object".
+        box: columns of the box, in the order that ``to_points`` expects.
+        to_points: converts the cells in ``box`` to the top left and the bottom right corner.
+        is_relative: whether boxes are in fractions of the image's sides, and not in pixels.
         has_header: whether the first line has the names of the columns.
     """
 
@@ -82,11 +82,13 @@ class Columns(NamedTuple):
 
 
 def read_corners(cells: Sequence[str]) -> Points:
+    """Converts [left, top, right, bottom] to the top left and the bottom right corner."""
     left, top, right, bottom = map(parse_number, cells)
     return [(left, top), (right, bottom)]
 
 
 def read_quad(cells: Sequence[str]) -> Points:
+    """Converts [x1, y1, …, x4, y4] of a quadrilateral to two corners of its bounding box."""
     numbers = list(map(parse_number, cells))
     xs = numbers[::2]
     ys = numbers[1::2]
@@ -94,23 +96,27 @@ def read_quad(cells: Sequence[str]) -> Points:
 
 
 def read_sizes(cells: Sequence[str]) -> Points:
+    """Converts [left, top, width, height] to the top left and the bottom right corner."""
     x, y, width, height = map(parse_number, cells)
     return corners(x, y, width, height)
 
 
 def read_centers(cells: Sequence[str]) -> Points:
+    """Converts [center x, center y, width, height] to the top left and bottom right corner."""
     x, y, width, height = map(parse_number, cells)
     return corners(x - width / 2, y - height / 2, width, height)
 
 
 def read_list(cells: Sequence[str]) -> Points:
+    """Converts a single cell "[left, top, width, height]" to two corners."""
     numbers = re.findall(r"[-+0-9.eE]+", cells[0])
     if len(numbers) != 4:
         raise ValueError(f"its bbox must have four numbers, but is {cells[0]!r}")
     return read_sizes(numbers)
 
 
-# The columns of a box, and how to read them. The first layout whose columns all exist is used.
+# Each layout has the known names of the columns of a box, and the function that reads their cells.
+# The first layout whose columns all exist is used.
 _LAYOUTS: tuple[tuple[tuple[Sequence[str], ...], Callable[[Sequence[str]], Points]], ...] = (
     (tuple((name,) for name in _QUAD), read_quad),
     ((_LEFT, _TOP, _RIGHT, _BOTTOM), read_corners),
@@ -121,6 +127,7 @@ _LAYOUTS: tuple[tuple[tuple[Sequence[str], ...], Callable[[Sequence[str]], Point
 
 
 def parse_number(text: str) -> float:
+    """Converts a number with a decimal point or comma. Raises a ``ValueError`` if it is none."""
     try:
         return float(text)
     except ValueError:
@@ -129,35 +136,41 @@ def parse_number(text: str) -> float:
 
 
 def find_columns(header: Sequence[str], row: Sequence[str] = ()) -> Columns | None:
-    """Returns the columns of a table; None if it is no table of boxes.
+    """Returns the columns of a table, or None if it is no table of boxes.
 
-    The columns of the box are found by their names. The columns of images and classes may also have
-    unknown names, and are then found in the first row.
+    The columns of the box must have known names. The columns of images and classes may have any
+    name: then they are recognized by the content of the first row.
+
+    Args:
+        header: cells of the first line.
+        row: cells of the second line.
     """
-    names = [_clean(cell) for cell in header]
-    for keys, to_points in _LAYOUTS:
-        box = [_find_column(names, known) for known in keys]
+    names = [_normalize(cell) for cell in header]
+    for known_names, to_points in _LAYOUTS:
+        box = [_find_column(names, known) for known in known_names]
         if None in box:
             continue
-        image = next((place for place, cell in enumerate(row) if is_image_name(cell)), None)
+        image = next((column for column, cell in enumerate(row) if is_image_name(cell)), None)
         if image is None:
             image = _find_column(names, _IMAGE)
         if image is None:
             return None
-        box_columns = tuple(place for place in box if place is not None)
+        box_columns = tuple(column for column in box if column is not None)
         label = _choose_label(names, row, (image, *box_columns))
         is_relative = names[image] == _OPEN_IMAGES and "labelname" in names
-        return Columns(image, label, box_columns, to_points, is_relative)
+        return Columns(
+            image=image, label=label, box=box_columns, to_points=to_points, is_relative=is_relative
+        )
     return _find_columns_without_header(header)
 
 
-def _clean(name: str) -> str:
-    """Returns the name of a column without case, spaces and punctuation."""
+def _normalize(name: str) -> str:
+    """Converts the name of a column to lower case without spaces and punctuation."""
     return re.sub(r"[\s_.\"'-]", "", name.strip("\ufeff").lower())
 
 
 def _find_column(names: Sequence[str], known: Sequence[str]) -> int | None:
-    """Returns the column that has the first possible one of several known names, or None."""
+    """Returns the index of the first of ``known`` that is in ``names``, or None."""
     for name in known:
         if name in names:
             return names.index(name)
@@ -165,60 +178,76 @@ def _find_column(names: Sequence[str], known: Sequence[str]) -> int | None:
 
 
 def _choose_label(names: Sequence[str], row: Sequence[str], others: Sequence[int]) -> int | None:
-    """Returns the column of classes, or None.
+    """Returns the index of the column of classes, or None if there is none.
 
-    A column with a known name and a text is preferred to one that only has a text, and this to one
-    that only has a known name. ``others`` are the columns of the image and the box.
+    The first choice is a column with a known name whose cell is a text. The second choice is the
+    only column of texts, and the last choice is a column of numbers with a known name.
+
+    Args:
+        names: names of the columns, as ``_normalize`` returns them.
+        row: cells of the first row of the table.
+        others: columns of the image and the box.
     """
     known = [names.index(name) for name in _CLASS if name in names]
-    known = [place for place in known if place not in others]
-    for place in known:
-        if place < len(row) and not is_number(row[place]):
-            return place
-    label = _find_label(names, row, others)
-    if label is None and known:
+    known = [column for column in known if column not in others]
+    for column in known:
+        if column < len(row) and not is_number(row[column]):
+            return column
+    label = _find_label_by_content(names, row, others)
+    if label is not None:
+        return label
+    if known:
         return known[0]
-    return label
+    return None
 
 
-def _find_label(names: Sequence[str], row: Sequence[str], others: Sequence[int]) -> int | None:
-    """Returns the only column that may have classes by its content, or None."""
-    texts = [
-        place
-        for place, cell in enumerate(row[: len(names)])
-        if place not in others and cell and not is_number(cell)
-    ]
-    for places in (
-        [place for place in texts if any(word in names[place] for word in _CLASS_WORDS)],
-        [place for place in texts if names[place] not in _NO_CLASSES],
-    ):
-        if len(places) == 1:
-            return places[0]
+def _find_label_by_content(
+    names: Sequence[str], row: Sequence[str], others: Sequence[int]
+) -> int | None:
+    """Returns the only column whose cell is a text that may be a class, or None.
+
+    If the names of several columns allow classes, a name with a word such as "class" decides.
+    """
+    with_class_word = []
+    possible = []
+    for column, (name, cell) in enumerate(zip(names, row, strict=False)):
+        if column in others or not cell or is_number(cell):
+            continue
+        if any(word in name for word in _CLASS_WORDS):
+            with_class_word.append(column)
+        if name not in _NO_CLASSES:
+            possible.append(column)
+    if len(with_class_word) == 1:
+        return with_class_word[0]
+    if len(possible) == 1:
+        return possible[0]
     return None
 
 
 def _find_columns_without_header(row: Sequence[str]) -> Columns | None:
-    """Returns the columns of a table without a header, which are in one of these orders.
+    """Returns the columns of a table without a header, or None if their order is unknown.
 
-    "path,x1,y1,x2,y2,class", the same with the width and height of the image at the end (SKU-110K),
-    and "path,width,height,class,x1,y1,x2,y2".
+    ``row`` has the cells of the first line.
     """
     if not row or not is_image_name(row[0]):
         return None
     for num_columns, label, box in (
-        (6, 5, (1, 2, 3, 4)),
-        (8, 5, (1, 2, 3, 4)),
-        (8, 3, (4, 5, 6, 7)),
+        (6, 5, (1, 2, 3, 4)),  # path, x1, y1, x2, y2, class
+        (8, 5, (1, 2, 3, 4)),  # path, x1, y1, x2, y2, class, image width, image height (SKU-110K)
+        (8, 3, (4, 5, 6, 7)),  # path, image width, image height, class, x1, y1, x2, y2
     ):
         if len(row) != num_columns:
             continue
-        cells = [row[place] for place in box]
-        if all(map(is_number, cells)) or not any(cells):
-            return Columns(0, label, box, read_corners, has_header=False)
+        cells = [row[column] for column in box]
+        is_box = all(map(is_number, cells))
+        is_empty = not any(cells)  # an image without objects
+        if is_box or is_empty:
+            return Columns(image=0, label=label, box=box, to_points=read_corners, has_header=False)
     return None
 
 
 def is_number(text: str) -> bool:
+    """Returns whether a text is a number with a decimal point, and not nan."""
     try:
         return not math.isnan(float(text))
     except ValueError:
@@ -226,10 +255,11 @@ def is_number(text: str) -> bool:
 
 
 class Header(NamedTuple):
-    """What the first lines of a table tell.
+    """The first lines of a table, and what they tell about its columns.
 
     Attributes:
-        first, second: cells of the first two lines that are not blank.
+        first: cells of the first line that is not blank.
+        second: cells of the second line that is not blank; empty if there is none.
         delimiter: the character between cells.
     """
 
@@ -239,15 +269,16 @@ class Header(NamedTuple):
 
     @property
     def columns(self) -> Columns | None:
-        """The columns; None if it is no table of boxes."""
+        """The columns of the image, class and box; None if it is no table of boxes."""
         return find_columns(self.first, self.second)
 
     @property
-    def split(self) -> int | None:
-        """The column that tells the part of each row, or None."""
+    def split_column(self) -> int | None:
+        """Index of the column that tells whether a row is for training, or None."""
         if self.columns is None or not self.columns.has_header:
             return None
-        return _find_column([_clean(cell) for cell in self.first], _SPLIT)
+        names = [_normalize(cell) for cell in self.first]
+        return _find_column(names, _SPLIT)
 
     @classmethod
     def parse(cls, lines: Sequence[str]) -> "Header":
@@ -271,7 +302,11 @@ class Header(NamedTuple):
 
 
 def find_table(tree: FileTree) -> list[LabelSet]:
-    """Finds tables. The parts of a table are told by its name, or by a column such as "split"."""
+    """Finds tables. The part of a row is told by a column such as "split", or by the file's name.
+
+    Each part of a ``LabelSet`` is a list of (file, value), which stands for the rows of the table
+    ``file`` with ``value`` in this column. If ``value`` is "", these are all rows.
+    """
     sets = []
     for label_set in find_sets(tree, tree.label_files.get("table", ())):
         parts: dict[str, list[tuple[str, str]]] = {}
@@ -285,13 +320,19 @@ def find_table(tree: FileTree) -> list[LabelSet]:
 
 
 def _list_splits(file: str) -> list[str]:
-    """Returns the values of the column that tells the part of each row."""
+    """Returns the different values of the column that tells the part of a row, such as "train".
+
+    Returns [] if there is no such column, or no value is the name of a part.
+    """
     header = Header.read(file)
-    split = header.split
-    if split is None:
+    split_column = header.split_column
+    if split_column is None:
         return []
     rows = read_rows(file, header.delimiter)[1:]
-    values = dict.fromkeys(row[split].strip() for _, row in rows if len(row) > split)
+    values: dict[str, None] = {}  # in the order of the table
+    for _, row in rows:
+        if len(row) > split_column:
+            values[row[split_column].strip()] = None
     if not any(map(part_of_name, values)):
         return []
     return list(values)
@@ -308,18 +349,21 @@ def describe_columns(path: str) -> str:
 
 
 def names_images(path: str) -> bool:
-    """Returns whether a table has a column of images."""
+    """Returns whether the second line of a table has the name of an image."""
     return any(map(is_image_name, Header.read(path).second))
 
 
 def has_unknown_boxes(path: str) -> bool:
-    """Returns whether a table has images and four numbers or more in columns of unknown names."""
+    """Returns whether the second line of a table has an image, and at least four numbers.
+
+    If ``find_columns`` returns None for such a table, it has boxes in columns of unknown names.
+    """
     return names_images(path) and sum(map(is_number, Header.read(path).second)) >= _MIN_NUMBERS
 
 
 def read_table(tree: FileTree, labels: LabelSet, part: str) -> Labels:
-    """Reads the tables of a part, see ``Format.read``."""
-    result = Labels([])
+    """Reads the rows of a part of a data set, which may be in several tables."""
+    result = Labels(images=[])
     for file, value in labels.parts[part]:
         read_part = read_with(functools.partial(read_file, value=value), "CSV")
         table = read_part(tree, LabelSet(labels.base, {part: [file]}), part)
@@ -338,83 +382,91 @@ def read_table(tree: FileTree, labels: LabelSet, part: str) -> Labels:
             continue
         for image in result.images:
             # The tables of Open Images list images that most users do not have.
-            if image.reason and image.reason.item == "missing image":
-                image.reason = dataclasses.replace(image.reason, is_fault=False)
+            if image.exclusion and image.exclusion.item == "missing image":
+                image.exclusion = dataclasses.replace(image.exclusion, is_fault=False)
     _replace_codes(tree, result)
     return result
 
 
 def _note_guesses(file: str, columns: Columns, names: Sequence[str]) -> list[str]:
-    """Returns notes of columns that were found by their content."""
+    """Returns a note for each column with an unknown name that was found by its content."""
     notes = []
-    for place, known, content in (
+    for column, known_names, content in (
         (columns.image, _IMAGE, "images"),
         (columns.label, _CLASS, "classes"),
     ):
-        if place is not None and _clean(names[place]) not in known:
-            notes.append(f"'{file}': the column '{names[place]}' has the {content}")
+        if column is not None and _normalize(names[column]) not in known_names:
+            notes.append(f"'{file}': the column '{names[column]}' has the {content}")
     return notes
 
 
 def _replace_codes(tree: FileTree, result: Labels) -> None:
-    """Replaces the codes of Open Images by class names, if their file is there."""
-    tables = [path for path in tree.others if path.endswith(".csv")]
+    """Replaces class codes such as "/m/01g317" by names, if Open Images' table of them exists."""
+    tables = [path for path in tree.other_files if path.endswith(".csv")]
     descriptions = [path for path in tables if os.path.basename(path).startswith(_DESCRIPTIONS)]
     if not descriptions:
         return
     result.files.append(descriptions[0])
     names = {row[0]: row[1] for _, row in read_rows(descriptions[0]) if len(row) == 2}
     for image in result.images:
-        image.boxes = [box._replace(name=names.get(box.name, box.name)) for box in image.boxes]
+        image.boxes = [
+            box._replace(class_name=names.get(box.class_name, box.class_name))
+            for box in image.boxes
+        ]
 
 
 def read_file(file: str, value: str = "") -> list[LabelledImage]:
-    """Reads a table, or only the rows with a value in the column that tells the part.
+    """Returns the images in a table with their boxes. The rows of an image may be anywhere.
 
-    Lines of one image need not be together.
+    Args:
+        file: path of the table.
+        value: only rows with this value in the column that tells the part are read; "" for all.
 
-    Raises a ``UserError`` if the table has not the columns that are needed.
+    Raises:
+        UserError: the columns of images or boxes were not recognized.
     """
     header = Header.read(file)
     columns = header.columns
     if columns is None:
         raise UserError(describe_columns(file))
-    split = header.split or 0
-    rows = [
-        (number, [cell.strip() for cell in row])
-        for number, row in read_rows(file, header.delimiter)
-        if any(cell.strip() for cell in row)
-    ]
+    split_column = header.split_column or 0
+    rows: list[tuple[int, list[str]]] = []
+    for number, row in read_rows(file, header.delimiter):
+        cells = [cell.strip() for cell in row]
+        if any(cells):
+            rows.append((number, cells))
     if columns.has_header:
-        del rows[:1]
+        rows = rows[1:]
     num_columns = 1 + max((columns.image, columns.label or 0, *columns.box))
     images: dict[str, LabelledImage] = {}
     for number, row in rows:
-        if value and (len(row) <= split or row[split] != value):
+        if value and (len(row) <= split_column or row[split_column] != value):
             continue
         cells = row + [""] * (num_columns - len(row))
         name = cells[columns.image]
         box = [cells[column] for column in columns.box]
         class_name = ONLY_CLASS if columns.label is None else cells[columns.label]
-        place = f"{file}, line {number}"
-        image = images.setdefault(name, LabelledImage(place, name))
+        location = f"{file}, line {number}"
+        image = images.setdefault(name, LabelledImage(location, name))
         # Images without objects have empty boxes, and may have a class such as "No finding".
         if all(cell.lower() in _EMPTY for cell in box):
             continue
-        with image.reading(place):
+        with image.skip_invalid_box(location):
             if not name:
                 raise ValueError("it names no image")
             points = columns.to_points(box)
-            image.add(place, class_name, points, is_relative=columns.is_relative, is_box=True)
+            image.add_box(
+                location, class_name, points, is_relative=columns.is_relative, is_box=True
+            )
     return list(images.values())
 
 
 TABLE = Format(
-    "table",
-    "CSV",
-    (LabelKind("table", (".csv", ".tsv"), _is_table),),
-    find_table,
-    read_table,
+    name="table",
+    title="CSV",
+    kinds=(LabelKind(name="table", suffixes=(".csv", ".tsv"), matches=_is_table),),
+    find=find_table,
+    read=read_table,
     data="a file with the columns `filename, class, xmin, ymin, xmax, ymax`, or `x, y, width, "
     "height`, or `bbox`; a file without a header with `path, x1, y1, x2, y2, class`; a folder with "
     "`train_labels.csv` and `test_labels.csv`; a file of Open Images",

@@ -34,7 +34,10 @@ from .base import (
 _NO_CLASS = "\0"  # marks a missing class until all regions are read
 
 ImageEntry = tuple[str, Any, list[Any] | None]
-"""Location of an image's entry, the image's file name, and its regions or None."""
+"""Location of an image's entry for messages, the image's file name, and its regions.
+
+The regions are None if the entry is invalid.
+"""
 
 
 def read_via(tree: FileTree, labels: LabelSet, part: str) -> Labels:
@@ -44,43 +47,46 @@ def read_via(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     if boxes and not any(map(_has_class, boxes)):
         result.notes.append(f"no region of VIA has a class: all get the class '{ONLY_CLASS}'")
         for image in result.images:
-            image.boxes = [box._replace(name=ONLY_CLASS) for box in image.boxes]
+            image.boxes = [box._replace(class_name=ONLY_CLASS) for box in image.boxes]
         return result
     for image in result.images:
         for box in image.boxes:
             if not _has_class(box):
-                image.leave_out_box(box.place, "it has no class")
+                image.leave_out_box(box.location, "it has no class")
         image.boxes = [box for box in image.boxes if _has_class(box)]
     return result
 
 
 def _has_class(box: Box) -> bool:
-    return bool(box.name.strip(_NO_CLASS))
+    return bool(box.class_name.strip(_NO_CLASS))
 
 
 def read_file(file: str) -> Iterator[LabelledImage]:
-    """Reads a project, or an export of annotations as JSON or CSV."""
+    """Reads a project or an export as JSON or CSV. Yields the images with their boxes.
+
+    A region without a class gets the class ``_NO_CLASS``.
+    """
     if file.lower().endswith(".csv"):
         entries = list(_read_table(file))
     else:
         entries = list(_read_project(file))
     all_regions = [region for _, _, regions in entries for region in regions or ()]
     class_key = _find_class_attribute(file, all_regions)
-    for place_of_image, name, regions in entries:
-        image = LabelledImage(place_of_image, name)
+    for location_of_image, name, regions in entries:
+        image = LabelledImage(location_of_image, name)
         if regions is None:
-            image.miss("it has no list 'regions'")
+            image.mark_missing("it has no list 'regions'")
         for number, region in enumerate(regions or (), start=1):
-            with image.reading(f"{image.place}, region {number}") as place:
+            with image.skip_invalid_box(f"{image.location}, region {number}") as location:
                 shape = region["shape_attributes"]
                 class_name = choose_option(_list_values(region).get(class_key)) or _NO_CLASS
                 is_box = shape.get("name") == "rect"
-                image.add(place, class_name, find_points(shape), is_box=is_box)
+                image.add_box(location, class_name, find_box_points(shape), is_box=is_box)
         yield image
 
 
 def _list_values(region: Any) -> dict[str, object]:
-    """Returns the attributes of a region that have a value. Names are in lower case."""
+    """Maps the names of a region's attributes, in lower case, to their values, if not blank."""
     attributes = region.get("region_attributes") if isinstance(region, dict) else None
     if not isinstance(attributes, dict):
         return {}
@@ -113,6 +119,7 @@ def _find_class_attribute(file: str, regions: Sequence[Any]) -> str:
 
 
 def _read_project(file: str) -> Iterator[ImageEntry]:
+    """Yields the images of a project or of an export as JSON."""
     content = read_json(file)
     for key, entry in content.get("_via_img_metadata", content).items():
         regions = entry.get("regions") if isinstance(entry, dict) else None
@@ -126,6 +133,7 @@ def _read_project(file: str) -> Iterator[ImageEntry]:
 
 
 def _read_table(file: str) -> Iterator[ImageEntry]:
+    """Yields the images of an export as CSV, which has one region per row."""
     regions_of: dict[str, list[Any]] = {}
     for row in read_table(file):
         regions = regions_of.setdefault(row["filename"], [])
@@ -137,8 +145,12 @@ def _read_table(file: str) -> Iterator[ImageEntry]:
         yield f"{file}, image {short(name)}", name, regions
 
 
-def find_points(shape: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """Returns points that a shape's box encloses. Raises a ``NoBoxError`` for a point."""
+def find_box_points(shape: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """Returns points (x, y) in pixels that have the same bounding box as a shape.
+
+    These are the vertices of a polygon, or the top left and the bottom right corner of a rectangle
+    or of the box around an ellipse. Raises a ``NoBoxError`` for a point.
+    """
     kind = shape.get("name")
     if kind == "rect":
         return corners(*(float(shape[key]) for key in ("x", "y", "width", "height")))
@@ -162,14 +174,18 @@ def _is_via(ends: Ends) -> bool:
 
 
 VIA = Format(
-    "via",
-    "VGG Image Annotator",
-    (
-        LabelKind("via", (".json",), _is_via),
-        LabelKind("via table", (".csv",), starts_with("filename", "region_shape_attributes")),
+    name="via",
+    title="VGG Image Annotator",
+    kinds=(
+        LabelKind(name="via", suffixes=(".json",), matches=_is_via),
+        LabelKind(
+            name="via table",
+            suffixes=(".csv",),
+            matches=starts_with("filename", "region_shape_attributes"),
+        ),
     ),
-    find_by_kind("via", "via table"),
-    read_via,
+    find=find_by_kind("via", "via table"),
+    read=read_via,
     data="a project, or an export of annotations as JSON or CSV",
     images="below the folder of the file, found by their names; or `--images DIR`",
 )

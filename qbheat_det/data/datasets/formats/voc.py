@@ -45,9 +45,10 @@ def find_voc(tree: FileTree) -> list[LabelSet]:
 
 
 def _find_lists(tree: FileTree, base: Folders) -> dict[str, str]:
-    """Maps parts to the files that list their images, in ``ImageSets/Main`` or above it.
+    """Maps parts to the text files that list their images. Returns {} if there are none.
 
-    Directly in the folder of the data set, such files are used if they have two parts or more.
+    The first of the folders ``ImageSets/Main``, ``ImageSets`` and ``base`` with such files is used.
+    In ``base`` itself, they must list two parts or more, as one such file may be something else.
     """
     top = os.path.join(tree.root, *base)
     for names in (("ImageSets", "Main"), ("ImageSets",), ()):
@@ -64,7 +65,10 @@ def _find_lists(tree: FileTree, base: Folders) -> dict[str, str]:
 
 
 def read_voc(tree: FileTree, labels: LabelSet, part: str) -> Labels:
-    """Reads the XML files of a part, see ``Format.read``."""
+    """Reads the XML files of a part of a data set, and finds their images.
+
+    If a file of ``ImageSets`` lists the part, each listed image without an XML file is left out.
+    """
     if not labels.manifests:
         return _read(tree, labels, part)
     list_file = labels.parts[part]
@@ -103,12 +107,13 @@ def _read_list(list_file: str, label_files: Sequence[str]) -> tuple[list[str], l
             listed[label_file] = None
         else:
             image = LabelledImage(f"{list_file}, line {number}")
-            image.miss(f"there is no XML file of the name '{line}'")
+            image.mark_missing(f"there is no XML file of the name '{line}'")
             missing.append(image)
     return list(listed), missing
 
 
 def read_name(root: Element) -> str:
+    """Returns the file name of the image without its folders, or "" if it is missing."""
     path = root.findtext("filename", "").strip()
     return path.replace("\\", "/").rpartition("/")[2]
 
@@ -120,12 +125,12 @@ def add_objects(image: LabelledImage, root: Element) -> None:
     if width and height:
         image.size = (width, height)
     for number, entry in enumerate(root.iter("object"), start=1):
-        with image.reading(f"{image.label_file}, object {number}") as place:
+        with image.skip_invalid_box(f"{image.label_file}, object {number}") as location:
             left, top, right, bottom = _read_edges(entry)
-            image.add(
-                place,
+            image.add_box(
+                location,
                 entry.findtext("name", "").strip(),
-                [(left - 1, top - 1), (right, bottom)],
+                [(left - 1, top - 1), (right, bottom)],  # VOC numbers the pixels from 1
                 is_box=True,
                 is_crowd=entry.findtext("difficult", "").strip() == "1",
             )
@@ -163,11 +168,11 @@ def _is_voc(ends: Ends) -> bool:
 
 
 VOC = Format(
-    "voc",
-    "Pascal VOC",
-    (LabelKind("voc", (".xml",), _is_voc, has_one_image=True),),
-    find_voc,
-    read_voc,
+    name="voc",
+    title="Pascal VOC",
+    kinds=(LabelKind(name="voc", suffixes=(".xml",), matches=_is_voc, has_one_image=True),),
+    find=find_voc,
+    read=read_voc,
     data="a folder with an XML file for each image, such as `VOCdevkit/VOC2007` with "
     "`Annotations/` and `JPEGImages/`, or a folder of LabelImg with XML files beside the images",
     images="below the folder, found by their names",

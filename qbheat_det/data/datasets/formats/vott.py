@@ -13,7 +13,10 @@ from .base import Format, find_by_kind, find_path, read_with
 
 
 def read_file(file: str) -> Iterator[LabelledImage]:
-    """Reads the file of an image ("…-asset.json"), or a JSON export."""
+    """Reads the file of one image ("…-asset.json"), or a JSON export of all images.
+
+    Yields the images with their boxes. A region gets the first of its tags as its class.
+    """
     content = read_json(file)
     entries = [content]
     if "assets" in content:
@@ -22,15 +25,15 @@ def read_file(file: str) -> Iterator[LabelledImage]:
         name = _find_name(entry)
         image = LabelledImage(f"{file}, asset {short(name)}")
         if not isinstance(name, str):
-            image.miss("it has no asset with a name")
+            image.mark_missing("it has no asset with a name")
             yield image
             continue
         image.name = find_path(name)
         for number, region in enumerate(entry.get("regions") or (), start=1):
-            with image.reading(f"{image.place}, region {number}") as place:
+            with image.skip_invalid_box(f"{image.location}, region {number}") as location:
                 box = region["boundingBox"]
                 points = corners(*(float(box[key]) for key in ("left", "top", "width", "height")))
-                image.add(place, next(iter(region["tags"]), None), points, is_box=True)
+                image.add_box(location, next(iter(region["tags"]), None), points, is_box=True)
         yield image
 
 
@@ -42,11 +45,11 @@ def _find_name(entry: Any) -> object:
 
 
 VOTT = Format(
-    "vott",
-    "VoTT",
-    (LabelKind("vott", (".json",), json_object(("regions", "asset"))),),
-    find_by_kind("vott"),
-    read_with(read_file, "VoTT"),
+    name="vott",
+    title="VoTT",
+    kinds=(LabelKind(name="vott", suffixes=(".json",), matches=json_object(("regions", "asset"))),),
+    find=find_by_kind("vott"),
+    read=read_with(read_file, "VoTT"),
     data="a project or a JSON export",
     images="below the folder, found by their names; or `--images DIR`",
 )

@@ -70,9 +70,10 @@ class Manifest:
     Attributes:
         file: path of the file.
         names: class names.
-        parts: maps parts to image folders, and to text files that list images.
+        parts: maps "train", "val" and "test" to their image folders and to text files that list
+            images.
         has_keypoints: whether lines have the points of a pose after the box.
-        notes: paths that were replaced.
+        notes: which paths were replaced or are missing, one sentence each.
     """
 
     file: str
@@ -83,15 +84,17 @@ class Manifest:
 
     @property
     def places(self) -> list[str]:
-        """The image folders and lists of all parts."""
+        """The image folders and the lists of images of all parts."""
         return [place for places in self.parts.values() for place in places]
 
 
 def find_yolo(tree: FileTree) -> list[LabelSet]:
-    """Finds manifests, and text files of labels without a manifest.
+    """Finds the data sets that manifests describe. If there are none, finds those without one.
+
+    Folders that a manifest names outside of the tree are added to the tree.
 
     Raises:
-        UserError: a manifest is invalid, see ``read_manifest``.
+        UserError: no manifest can be used, or two in one folder contradict each other.
     """
     manifests = _read_manifests(tree.label_files.get(_MANIFEST, ()))
     label_files = [path for path in tree.label_files.get("yolo", ()) if not _has_names(path)]
@@ -120,7 +123,7 @@ def _is_manifest(ends: Ends) -> bool:
 
 
 def _read_manifests(files: Sequence[str]) -> list[Manifest]:
-    """Reads manifests, one per folder. Those that cannot be used are left out if others can.
+    """Reads manifests, and returns one for each folder. Skips invalid ones if others are valid.
 
     Raises:
         UserError: no manifest can be used, or two in one folder have different classes or parts.
@@ -150,7 +153,10 @@ def _read_manifests(files: Sequence[str]) -> list[Manifest]:
 
 
 def _find_root(place: str) -> str:
-    """Returns the folder that has the images and the labels of an image folder or list."""
+    """Returns the folder to search for the images and labels of an image folder or list.
+
+    This is the folder above "images", if the path has a folder of this name.
+    """
     folder = place if os.path.isdir(place) else os.path.dirname(place)
     above, _, _ = split_at_last(folder, "images")
     return above or folder
@@ -199,7 +205,10 @@ def _parse_obj_data(text: str) -> dict[str, Any]:
 
 
 def _read_names(file: str, content: dict[str, Any]) -> list[str]:
-    """Returns the class names in the content of a manifest, see ``read_manifest``."""
+    """Returns the class names that a manifest lists, or that are in the file that it names.
+
+    Raises a ``UserError`` if there are no names, or their number differs from the manifest's.
+    """
     names: Any = content.get("names")
     if isinstance(names, str) and file.endswith(".data"):
         names_file = find_ending(names, _list_folders(file))
@@ -223,7 +232,7 @@ def _read_names(file: str, content: dict[str, Any]) -> list[str]:
 
 
 def _list_folders(file: str) -> list[str]:
-    """Returns the folder of a manifest, and some of its parents."""
+    """Returns the folder of a manifest and its ``_NUM_PARENTS`` nearest parents."""
     folders = [os.path.dirname(file)]
     for _ in range(_NUM_PARENTS):
         folders.append(os.path.dirname(folders[-1]))
@@ -231,11 +240,19 @@ def _list_folders(file: str) -> list[str]:
 
 
 def _resolve(file: str, content: dict[str, Any], key: str, notes: list[str]) -> list[str]:
-    """Returns the folders and list files of a part.
+    """Returns the existing image folders and lists of images of a part.
 
-    They are relative to ``path`` or to the manifest. If there is no such folder, the longest ending
-    of the path that exists near the manifest is used. Raises a ``UserError`` if the training images
-    are not found; a missing validation or test part is only noted.
+    Paths in a manifest are relative to its folder and its field "path". If such a path does not
+    exist, the longest ending of it that exists in or above the manifest's folder is used.
+
+    Args:
+        file: path of the manifest.
+        content: content of the manifest.
+        key: field of the manifest that has the paths of the part.
+        notes: list to which a note is added for each path that is replaced or missing.
+
+    Raises:
+        UserError: a path of the training part was not found, or an entry is no path.
     """
     root = content.get("path") or ""
     entries = content[key] if isinstance(content[key], list) else [content[key]]
@@ -245,7 +262,8 @@ def _resolve(file: str, content: dict[str, Any], key: str, notes: list[str]) -> 
         if not isinstance(entry, str) or not isinstance(root, str):
             raise UserError(f"'{file}': {key} and path must be paths, not {short(entry)}")
         exact = os.path.normpath(os.path.join(folder, root, entry))
-        if any(mark in entry for mark in "*?["):
+        is_pattern = any(mark in entry for mark in "*?[")
+        if is_pattern:
             matches = glob.glob(exact)
             places += sorted(filter(_is_place, matches))
             images = [path for path in matches if os.path.isfile(path) and is_image(path)]
@@ -275,10 +293,16 @@ def _is_place(path: str) -> bool:
 
 
 def _find_elsewhere(file: str, root: str, entry: str) -> str | None:
-    """Finds the longest ending of a path below the folder of a manifest, or its parents."""
+    """Returns the longest ending of a manifest's path that exists near the manifest, or None.
+
+    Args:
+        file: path of the manifest.
+        root: the field "path" of the manifest, or "".
+        entry: path of a folder or a list of images in the manifest.
+    """
     near, *above = _list_folders(file)
     path = f"{root}/{entry}"
-    # Elsewhere, one name alone, such as "images", may belong to another data set.
+    # In the folders above, a single name such as "images" may belong to another data set.
     place = find_ending(path, [near]) or find_ending(path, above, min_names=2)
     if not place or not _is_place(place):
         return None
@@ -286,13 +310,13 @@ def _find_elsewhere(file: str, root: str, entry: str) -> str | None:
 
 
 class _Lists(NamedTuple):
-    """What a YOLO data set lists: its label files and classes.
+    """The files and classes of a YOLO data set.
 
     Attributes:
         label_files: files with the labels of one image each.
         names: class names.
-        files: files that list classes or images.
-        notes: what was assumed or replaced.
+        files: other files that were read: the manifest, and files that list classes or images.
+        notes: what was assumed or replaced, one sentence each.
         has_keypoints: whether lines have the points of a pose after the box.
     """
 
@@ -304,7 +328,7 @@ class _Lists(NamedTuple):
 
 
 def _open_manifest(tree: FileTree, file: str) -> _Lists:
-    """Lists a data set that a manifest describes."""
+    """Returns the label files and classes of a data set with a manifest."""
     manifest = read_manifest(file)
     lists = [path for path in manifest.places if os.path.isfile(path)]
     label_files = [
@@ -314,7 +338,7 @@ def _open_manifest(tree: FileTree, file: str) -> _Lists:
     ]
     files = [file, *lists]
     notes = list(manifest.notes)
-    names_files = [path for path in tree.others if _has_names(path)]
+    names_files = [path for path in tree.other_files if _has_names(path)]
     if file.endswith(".data"):
         files += [path for path in names_files if _read_names_file(path) == manifest.names]
     for path in names_files:
@@ -325,10 +349,10 @@ def _open_manifest(tree: FileTree, file: str) -> _Lists:
 
 
 def _open_folder(tree: FileTree, labels: LabelSet) -> _Lists:
-    """Lists a data set without a manifest."""
+    """Returns the label files and classes of a data set without a manifest."""
     names, files, notes = _find_names(tree, labels)
     base = os.path.join(tree.root, *labels.base)
-    folders = {os.path.dirname(path) for path in tree.others}
+    folders = {os.path.dirname(path) for path in tree.other_files}
     for folder in sorted(folders):
         if is_below(base, folder):
             for path in find_lists_of_parts(tree, folder).values():
@@ -338,14 +362,14 @@ def _open_folder(tree: FileTree, labels: LabelSet) -> _Lists:
 
 
 def read_yolo(tree: FileTree, labels: LabelSet, part: str) -> Labels:
-    """Reads the label files of a part's images, see ``Format.read``."""
+    """Reads the label files of a part's images. Images without a label file have no objects."""
     if labels.manifests:
         lists = _open_manifest(tree, labels.manifests[0])
     else:
         lists = _open_folder(tree, labels)
     pairs = pair(tree, lists.label_files)
     label_file_of = {image: file for file, image in pairs.image_of.items()}
-    result = Labels([], files=lists.files, notes=lists.notes)
+    result = Labels(images=[], files=lists.files, notes=lists.notes)
     result.categories = [{"id": number, "name": name} for number, name in enumerate(lists.names)]
     if labels.manifests:
         images = _list_images_of_manifest(tree, labels.parts[part], part, result)
@@ -385,7 +409,13 @@ def read_yolo(tree: FileTree, labels: LabelSet, part: str) -> Labels:
 
 
 def _select_pairs(pairs: Pairs, images: Collection[str], label_folders: Collection[str]) -> Pairs:
-    """Returns what is left out in some images and in some folders of label files."""
+    """Returns what could not be paired in one part of a data set.
+
+    Args:
+        pairs: the label files and images of all parts.
+        images: the images of the part.
+        label_folders: the folders of the label files of the part.
+    """
 
     def select(reasons: dict[str, str]) -> dict[str, str]:
         return {
@@ -401,11 +431,18 @@ def _select_pairs(pairs: Pairs, images: Collection[str], label_folders: Collecti
 def _list_images_of_manifest(
     tree: FileTree, places: Sequence[str], part: str, result: Labels
 ) -> dict[str, str]:
-    """Returns the images of a part, and their names in a list, or "".
+    """Maps the images of a part to their names in the list that names them; "" if none does.
 
-    Images that a list names, and that are missing, are added to the result.
+    An image that a list names, but that does not exist, is added to ``result.images``.
 
-    Raises a ``UserError`` if a list cannot be read.
+    Args:
+        tree: the files of the data set.
+        places: image folders, and text files that list images.
+        part: the part of the data set.
+        result: the labels of the part.
+
+    Raises:
+        UserError: a list cannot be read.
     """
     images: dict[str, str] = {}
     for place in places:
@@ -434,7 +471,7 @@ def _list_images_of_manifest(
 
 
 def _list_images_of_folders(tree: FileTree, labels: LabelSet, part: str) -> dict[str, str]:
-    """Returns the images of a part of a data set without a manifest. No list has their names."""
+    """Maps the images of a part of a data set without a manifest to "", as no list names them."""
     base = os.path.join(tree.root, *labels.base)
     images = [path for path in tree.all_images if is_below(path, base)]
     parts = sort_into_parts(tree, images, labels.base, by_folder=True)
@@ -442,7 +479,7 @@ def _list_images_of_folders(tree: FileTree, labels: LabelSet, part: str) -> dict
 
 
 def _has_names(path: str) -> bool:
-    """Returns whether a file lists the class names, by its own name."""
+    """Returns whether a file's name, such as "classes.txt", tells that it lists the classes."""
     return os.path.basename(path).lower() in _NAMES_FILES
 
 
@@ -465,10 +502,17 @@ def _read_names_file(path: str) -> list[str]:
 
 
 def _find_names(tree: FileTree, labels: LabelSet) -> tuple[list[str], list[str], list[str]]:
-    """Returns the class names of a data set without a manifest, the files of names, and notes."""
+    """Finds the class names of a data set without a manifest.
+
+    Returns the names, the files that list them, and notes. Without such a file, the classes are
+    named by their numbers.
+
+    Raises:
+        UserError: two files list different classes.
+    """
     base = os.path.join(tree.root, *labels.base)
-    names_of: dict[str, list[str]] = {}
-    for path in tree.others:
+    names_of: dict[str, list[str]] = {}  # by file
+    for path in tree.other_files:
         if not _has_names(path) and not path.lower().endswith(_NAMES_SUFFIXES):
             continue
         if not is_below(path, base) and not is_below(base, os.path.dirname(path)):
@@ -513,17 +557,31 @@ def read_label_file(
         text = read_text(image.label_file).content
     except UnreadableFileError as error:
         file = image.label_file
-        image.reason = LeftOut("that cannot be read", file, str(error), "label file")
+        image.exclusion = LeftOut(
+            kind="that cannot be read", where=file, reason=str(error), item="label file"
+        )
         return
     for number, line in number_lines(text):
-        with image.reading(f"{image.label_file}, line {number}") as place:
-            _add_line(image, place, line, names, has_keypoints=has_keypoints)
+        with image.skip_invalid_box(f"{image.label_file}, line {number}") as location:
+            _add_line(image, location, line, names, has_keypoints=has_keypoints)
 
 
 def _add_line(
-    image: LabelledImage, place: str, line: str, names: Sequence[str], *, has_keypoints: bool
+    image: LabelledImage, location: str, line: str, names: Sequence[str], *, has_keypoints: bool
 ) -> None:
-    """Adds the object in a line to an image. Raises a ``ValueError`` if the line is invalid."""
+    """Adds the object in a line of a label file to an image.
+
+    Args:
+        image: the image of the label file.
+        location: location of the line, for messages.
+        line: class number, and then center x, center y, width and height of a box, or x and y of
+            each vertex of a polygon. All are fractions of the image's sides.
+        names: class names.
+        has_keypoints: whether the points of a pose follow the box.
+
+    Raises:
+        ValueError: the line is invalid.
+    """
     try:
         class_number, *values = map(float, line.split())
     except ValueError:
@@ -535,11 +593,17 @@ def _add_line(
             f"class {line.split()[0]} is none of the {len(names)} in names, which are numbered "
             "from 0"
         )
-    # Behind a box, there may be a confidence, the number of a track, or the points of a pose.
+    # A box of four numbers may be followed by a confidence, by a confidence and the number of a
+    # track, or by the points of a pose, which are (x, y, visibility).
     has_confidence = len(values) == 5
     has_track = len(values) == 6 and line.split()[-1].isdecimal()
-    has_points = len(values) > 6 and not (len(values) - 4) % 3 and set(values[6::3]) <= {0, 1, 2}
-    if has_keypoints or has_confidence or has_track or has_points:
+    visibilities = values[6::3]
+    is_box_with_points = (
+        len(values) > 6
+        and (len(values) - 4) % 3 == 0
+        and all(visibility in (0, 1, 2) for visibility in visibilities)
+    )
+    if has_keypoints or has_confidence or has_track or is_box_with_points:
         values = values[:4]
     if len(values) < 4 or len(values) % 2:
         raise ValueError(
@@ -557,18 +621,23 @@ def _add_line(
         values = [x - width / 2, y - height / 2, x + width / 2, y + height / 2]
     points = zip(values[::2], values[1::2], strict=True)
     index = int(class_number)
-    image.add(place, names[index], points, is_relative=True, category=index)
+    image.add_box(location, names[index], points, is_relative=True, class_index=index)
 
 
 YOLO = Format(
-    "yolo",
-    "YOLO",
-    (
-        LabelKind("yolo", (".txt",), lines_like(_OBJECT), has_one_image=True),
-        LabelKind(_MANIFEST, (".yaml", ".yml", ".data"), _is_manifest, names_others=True),
+    name="yolo",
+    title="YOLO",
+    kinds=(
+        LabelKind(name="yolo", suffixes=(".txt",), matches=lines_like(_OBJECT), has_one_image=True),
+        LabelKind(
+            name=_MANIFEST,
+            suffixes=(".yaml", ".yml", ".data"),
+            matches=_is_manifest,
+            names_others=True,
+        ),
     ),
-    find_yolo,
-    read_yolo,
+    find=find_yolo,
+    read=read_yolo,
     data="a `data.yaml` of Ultralytics or an `obj.data` of Darknet, or a folder with one of them; "
     "or a folder of images with a `.txt` file for each image, beside it or in `labels/`",
     images="the folders or lists (`.txt`) that the file names, or beside the labels. Without a "
