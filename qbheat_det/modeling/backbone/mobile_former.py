@@ -5,7 +5,7 @@ Papers: "Mobile-Former: Bridging MobileNet and Transformer", Chen et al., arXiv:
 "Self-Supervised Learning based on Heat Equation" (QB-Heat), Chen et al., arXiv:2211.13228. Table 8
 of QB-Heat defines three sizes with twelve blocks, six tokens and a last stage at stride 16.
 
-Deviations: see ``mobile_former_archs.py``.
+``mobile_former_archs.py`` lists the widths that differ from the printed tables.
 """
 
 from collections.abc import Iterable, Sequence

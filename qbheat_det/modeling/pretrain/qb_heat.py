@@ -74,7 +74,7 @@ class LinearModels(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(dim, dim)))
 
     def matrices(self) -> dict[str, Tensor]:
-        """Returns all eight matrices by name (see ``DIRECTIONS``), with gradients, in float32."""
+        """Returns all eight matrices by the names in ``DIRECTIONS``, in float32, with gradients."""
         models: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
         if "A2" not in models:  # Eq. 9
             models["A2"] = -models["A1"]
