@@ -342,6 +342,7 @@ def read_sizes(paths: Sequence[str]) -> Iterator["Size | DataError"]:
 
 
 def _read_size(path: str) -> "Size | DataError":
+    """Returns (width, height) of the upright image, or an error if it cannot be read."""
     try:
         with open_image(path) as image:
             return image.width, image.height

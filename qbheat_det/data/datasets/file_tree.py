@@ -83,7 +83,7 @@ def walk(
                 continue
             walked.append(target)
         try:
-            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+            files, subfolders, new_links = _list_folder(folder, skipped)
         except OSError as error:
             if folder == root:
                 raise UserError(f"the folder '{root}' cannot be read: {error.strerror}") from error
@@ -92,33 +92,46 @@ def walk(
                 LeftOut(kind="in a closed folder", where=folder, reason=reason, item="other file")
             )
             continue
-        subfolders: list[str] = []
-        for entry in entries:
-            if entry.name.startswith(".") or entry.name in _IGNORED:
-                continue
-            try:
-                is_folder = entry.is_dir()
-                is_file = entry.is_file()
-            except OSError:  # such as a link to itself
-                is_folder = False
-                is_file = False
-            if is_folder and entry.is_symlink():
-                links.append(entry.path)
-            elif is_folder:
-                subfolders.append(entry.path)
-            elif is_file:
-                yield entry.path
-            else:
-                reason = "it is a link to nothing, or no regular file"
-                skipped.append(
-                    LeftOut(
-                        kind="that cannot be opened",
-                        where=entry.path,
-                        reason=reason,
-                        item="other file",
-                    )
-                )
+        yield from files
+        links += new_links
         folders += reversed(subfolders)
+
+
+def _list_folder(folder: str, skipped: list[LeftOut]) -> tuple[list[str], list[str], list[str]]:
+    """Returns the paths of a folder's files, of its subfolders, and of its links to folders.
+
+    Each list is sorted by name. Hidden entries are left out. Broken links are added to ``skipped``.
+    Raises an ``OSError`` if the folder cannot be read.
+    """
+    files: list[str] = []
+    subfolders: list[str] = []
+    links: list[str] = []
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.name.startswith(".") or entry.name in _IGNORED:
+            continue
+        try:
+            is_folder = entry.is_dir()
+            is_file = entry.is_file()
+        except OSError:  # such as a link to itself
+            is_folder = False
+            is_file = False
+        if is_folder and entry.is_symlink():
+            links.append(entry.path)
+        elif is_folder:
+            subfolders.append(entry.path)
+        elif is_file:
+            files.append(entry.path)
+        else:
+            reason = "it is a link to nothing, or no regular file"
+            skipped.append(
+                LeftOut(
+                    kind="that cannot be opened",
+                    where=entry.path,
+                    reason=reason,
+                    item="other file",
+                )
+            )
+    return files, subfolders, links
 
 
 class FileTree:

@@ -56,6 +56,7 @@ def register_image_folders(
         return
 
     def load() -> list[dict[str, Any]]:
+        """Lists the images, and returns their records."""
         trees = [FileTree(path) for path in paths]
         records, class_names = _list_records(trees, labelled=labelled)
         if labelled:

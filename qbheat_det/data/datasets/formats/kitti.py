@@ -37,7 +37,7 @@ def add_objects(image: LabelledImage, lines: list[tuple[int, str]]) -> None:
                 raise ValueError(
                     f"must have {_MIN_COLUMNS} columns or more, but has {len(columns)}"
                 )
-            left, top, right, bottom = columns[4:8]
+            left, top, right, bottom = columns[4:8]  # pixels
             image.add_box(location, columns[0], [(left, top), (right, bottom)], is_box=True)
 
 

@@ -196,6 +196,7 @@ class _Loader(yaml.BaseLoader):
 
 
 def _parse_obj_data(text: str) -> dict[str, Any]:
+    """Returns the fields of an ``obj.data``, which has lines "key = value"."""
     content = {}
     for _, line in number_lines(text):
         key, separator, value = line.partition("=")
