@@ -79,18 +79,18 @@ class ShortestEdge:
         graph. Sides are at least 1. The operations are the same, in float64 and in the same order.
         With other rounding errors, sides of k + 0.5 pixels could be rounded to another integer.
         """
-        height = size[..., 0]
-        width = size[..., 1]
-        # As in Detectron2, the shorter side of a square is its width.
-        is_shorter = torch.stack([height < width, width <= height], dim=-1)
+        # Height and width are separate tensors. OpenVINO 2025.2 to 2026.4 returns wrong sizes, such
+        # as 1 x 112 instead of 64 x 85, if both are in one tensor that is divided by its maximum.
+        height, width = size.double().unbind(-1)
         # Tensors, because a Python number would be divided by multiplying with the reciprocal.
         min_size = torch.scalar_tensor(self.min_size, dtype=torch.float64)
         max_size = torch.scalar_tensor(self.max_size, dtype=torch.float64)
-        sides = size.double()
-        shorter = sides.amin(-1, keepdim=True)
-        sides = torch.where(is_shorter, min_size, min_size / shorter * sides)
-        longer = sides.amax(-1, keepdim=True)
-        sides = torch.where(longer > max_size, sides * (max_size / longer), sides)
+        scale = min_size / torch.minimum(height, width)
+        # As in Detectron2, the shorter side of a square is its width.
+        new_height = torch.where(height < width, min_size, scale * height)
+        new_width = torch.where(width <= height, min_size, scale * width)
+        shrink = (max_size / torch.maximum(new_height, new_width)).clamp(max=1)
+        sides = torch.stack([new_height * shrink, new_width * shrink], dim=-1)
         return (sides + 0.5).long().clamp(min=1)
 
 

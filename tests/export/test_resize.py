@@ -107,6 +107,22 @@ def test_onnxruntime_resizes_as_detectron2_where_a_side_is_a_half(tmp_path):
         np.testing.assert_array_equal(fixed.numpy(), expected)
 
 
+def test_openvino_resizes_to_the_same_sizes(tmp_path):
+    openvino = pytest.importorskip("openvino")
+    pytest.importorskip("onnxscript")
+    resize = Preprocessing(ShortestEdge(64, 112), mean=[0.0] * 3, std=[1.0] * 3)
+    write_onnx(trace_images(resize), tmp_path / "x.onnx", ["images"], ["planes", "sizes"], {})
+    single = {"INFERENCE_PRECISION_HINT": "f32"}
+    model = openvino.Core().compile_model(str(tmp_path / "x.onnx"), "CPU", single)
+    for height, width in [(100, 90), (90, 100), (64, 64), (480, 640), (300, 70), (333, 500)]:
+        images = noise(2, height, width)
+        expected, expected_sizes = resize(torch.from_numpy(images))
+        found = model({"images": images})
+        assert found["sizes"].tolist() == expected_sizes.tolist()
+        # OpenVINO computes float64 in float32, so some values are rounded to the neighbour.
+        np.testing.assert_allclose(found["planes"], expected.numpy(), rtol=0, atol=1)
+
+
 @pytest.mark.parametrize(
     ("height", "width", "share"),
     [(40, 61, 1.0), (75, 36, 0.875), (75, 44, 0.875)],  # halves are rounded up and down
