@@ -66,6 +66,9 @@ class ImageModel(nn.Module):
 
         Raises a ``UserError`` if an image is missing or is not S x S.
         """
+        cached = find_cached_images(batched_inputs, 0, self.device)
+        if cached is not None:
+            return cached.tensor
         expected = (len(self.pixel_mean), self.image_size, self.image_size)
         for entry in batched_inputs:
             shape = tuple(entry[key].shape) if key in entry else None
@@ -75,9 +78,6 @@ class ImageModel(nn.Module):
                     f"{type(self).__name__} reads {expected}: INPUT.DATASET_MAPPER_NAME "
                     f"'{self.mapper_name}' crops to INPUT.PRETRAIN.SIZE"
                 )
-        cached = find_cached_images(batched_inputs, 0, self.device)
-        if cached is not None:
-            return cached.tensor
         # Stacked on the CPU, so that one transfer of 8-bit pixels is enough.
         images = torch.stack([entry[key] for entry in batched_inputs])
         images = images.to(self.device, non_blocking=True)

@@ -22,7 +22,7 @@ from qbheat_det.feature_cache import (
 )
 from qbheat_det.feature_cache.frozen import check_frozen
 from qbheat_det.modeling.contracts import prepare_backbone_inputs
-from tests.engine import tiny_training
+from tests.engine import classifier_cases, tiny_training
 from tests.engine.tiny_training import build_config
 
 FROZEN = {
@@ -250,3 +250,21 @@ def test_an_encoder_that_draws_random_numbers_is_refused(noise):
 def _config(opts):
     words = tiny_training.words_of({**opts, "MODEL.DEVICE": "cpu"})
     return load_config(tiny_training.CONFIG, words)
+
+
+def test_a_classifier_from_a_float32_cache_is_that_trained_online_to_the_bit(tmp_path):
+    images = classifier_cases.make_classes(tmp_path / "images", {"blue": 4, "red": 4})
+    frozen = {
+        "MODEL.BACKBONE.FREEZE_AT": "5",
+        "INPUT.FIXED_VIEWS.COUNT": "2",
+        "INPUT.CLASSIFY.RANDOM_ERASING": "0.0",
+    }
+    states = []
+    for name, cache in (("online", {}), ("cached", ON)):
+        opts = {**frozen, **cache, "OUTPUT_DIR": str(tmp_path / name)}
+        if cache:
+            opts["MODEL.CACHE_FEATURES.FOLDER"] = str(tmp_path / "features")
+        classifier_cases.train(tmp_path / name, opts, "--data", images)
+        states.append(tiny_training.state(tmp_path / name)["model"])
+    torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
+    assert tiny_training.losses(tmp_path / "cached") == tiny_training.losses(tmp_path / "online")
