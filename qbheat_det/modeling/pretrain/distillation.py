@@ -90,7 +90,13 @@ class FeatureDistillation(PretrainingModel):
                 dim=node.FEATURE_DIM, num_models=node.NUM_MODELS, visible=node.VISIBLE
             )
         shapes = backbone.output_shape()
-        shape = find_feature_map(shapes, node.IN_FEATURE, image_size, multiple=multiple)
+        shape = find_feature_map(
+            shapes,
+            node.IN_FEATURE,
+            image_size,
+            multiple=multiple,
+            key="MODEL.QB_HEAT.IN_FEATURE",
+        )
         grid = image_size // shape.stride
         if grid * target.stride != teacher.IMAGE_SIZE:
             raise UserError(

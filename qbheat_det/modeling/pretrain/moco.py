@@ -195,7 +195,7 @@ class MoCo(PretrainingModel):
             accumulate=cfg.SOLVER.ACCUMULATE,
         )
         return {
-            **embedding_from_config(cfg, node),
+            **embedding_from_config(cfg, "MOCO"),
             "queue": FeatureQueue(size=node.QUEUE_SIZE, dim=node.DIM),
             "temperature": node.TEMPERATURE,
             "momentum": node.MOMENTUM,

@@ -180,7 +180,7 @@ class WassersteinDependency(PretrainingModel):
         node = cfg.MODEL.WASSERSTEIN
         check_equal_shares(cfg.SOLVER.IMS_PER_BATCH, comm.get_world_size())
         return {
-            **embedding_from_config(cfg, node, multiple=2),
+            **embedding_from_config(cfg, "WASSERSTEIN", multiple=2),
             "critic": LipschitzCritic(dim=node.DIM, hidden_dim=node.CRITIC_DIM),
             "form": node.FORM,
             "penalty_weight": node.PENALTY_WEIGHT,
