@@ -12,13 +12,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
-from detectron2.config import CfgNode, configurable
+from detectron2.config import CfgNode
 from detectron2.layers import Conv2d, FrozenBatchNorm2d, ShapeSpec, get_norm
 from detectron2.modeling import BACKBONE_REGISTRY, Backbone
 from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qbheat_det.config import configurable
 from qbheat_det.core.errors import UserError
 from qbheat_det.layers import (
     DownMobile,

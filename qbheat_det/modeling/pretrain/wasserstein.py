@@ -19,12 +19,13 @@ gradient. Deviations from the papers (docs/objectives.md gives the reasons):
 from typing import Any, NamedTuple
 
 import torch
-from detectron2.config import CfgNode, configurable
+from detectron2.config import CfgNode
 from detectron2.modeling import META_ARCH_REGISTRY, Backbone
 from detectron2.utils import comm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qbheat_det.config import configurable
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.checks import check_value
 
