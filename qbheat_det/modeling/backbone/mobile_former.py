@@ -8,7 +8,7 @@ of QB-Heat defines three sizes with twelve blocks, six tokens and a last stage a
 ``mobile_former_archs.py`` lists the widths that differ from the printed tables.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -37,7 +37,7 @@ from qbheat_det.layers import (
 from qbheat_det.modeling.checks import check_value
 
 from .fpn import accept_prefixes
-from .mobile_former_archs import MOBILE_FORMER_ARCHS, BlockSpec, MobileFormerArch
+from .mobile_former_archs import MOBILE_FORMER_ARCHS, BlockSpec, MobileFormerArch, find_arch
 
 
 @BACKBONE_REGISTRY.register()
@@ -58,7 +58,7 @@ class MobileFormer(Backbone):
     def __init__(
         self,
         *,
-        arch: MobileFormerArch,
+        arch: MobileFormerArch | Mapping[str, Any] | str,
         out_features: Sequence[str],
         norm: str = "BN",
         drop_path: float = 0.0,
@@ -67,7 +67,8 @@ class MobileFormer(Backbone):
     ) -> None:
         """
         Args:
-            arch: widths of the layers. ``MOBILE_FORMER_ARCHS`` contains those of the papers.
+            arch: widths of the layers, or a name in ``MOBILE_FORMER_ARCHS``, such as "285M". In a
+                config of OmegaConf, a ``MobileFormerArch`` becomes a mapping, which fits too.
             out_features: names of the outputs.
             norm: a name for Detectron2's ``get_norm``, such as "BN".
             drop_path: stochastic depth rate of the last block. Rates increase linearly from 0.
@@ -79,6 +80,7 @@ class MobileFormer(Backbone):
             ValueError: an output name is unknown, or a number is out of range.
         """
         super().__init__()
+        arch = find_arch(arch)
         shapes = arch.output_shapes()
         known = list(shapes)
         *self._stage_names, self._expanded_name, _ = known
