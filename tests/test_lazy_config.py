@@ -26,9 +26,8 @@ from qbheat_det.modeling.backbone import (
 )
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "interop.md"
-RETINANET, MF_DETR = re.findall(
-    r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL
-)
+SECTION = PAGE.read_text(encoding="utf-8").partition("## LazyConfig")[2]
+RETINANET, MF_DETR = re.findall(r"```python\n(.*?)```", SECTION, flags=re.DOTALL)
 ARCH = MOBILE_FORMER_ARCHS["285M"]
 SMALL_RUN = [
     *("train.max_iter=3", "train.log_period=1", "train.eval_period=3", "train.device=cpu"),
