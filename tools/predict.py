@@ -18,7 +18,12 @@ examples:
   # run an ONNX file written by qbheat export in onnxruntime
   qbheat predict --weights detector.onnx --images photos/
 
+  # share the files among four processes
+  torchrun --standalone --nproc-per-node 4 tools/predict.py \
+      --weights output/run --images photos/ --json boxes.json
+
 exit code: 0 on success; 1 if a file was skipped or not drawn; 2 if there are no results.
+Under torchrun, the code is 0 if a file was skipped, because torchrun regards 1 as a crash.
 """
 
 import argparse
@@ -81,12 +86,15 @@ def main(argv: list[str] | None = None) -> int:
     check_inputs(*args.images, weights=args.weights)
     hide_foreign_warnings()
     from qbheat_det.core.errors import exit_on_user_error
+    from qbheat_det.core.torchrun import run_sharing_files
 
-    return exit_on_user_error(run)(args)
+    return exit_on_user_error(run_sharing_files)(lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:
     """Predicts as specified by the arguments, and returns the exit code."""
+    from detectron2.utils import comm
+
     from qbheat_det.api import predict_files
 
     report = predict_files(
@@ -102,9 +110,13 @@ def run(args: argparse.Namespace) -> int:
         tile=args.tile,
         opts=args.opts,
     )
+    if not comm.is_main_process():
+        return 0
     print_report(report, args)
     if report.skipped and not report.num_images:
         return 2
+    if comm.get_world_size() > 1:
+        return 0
     return int(bool(report.skipped or report.undrawn))
 
 

@@ -3,7 +3,7 @@
 
 import copy
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
@@ -81,7 +81,7 @@ class Detector(Trained):
         return list(self.cfg.MODEL.CLASS_NAMES)
 
     @overload
-    def predict(
+    def predict(  # type: ignore[overload-overlap]  # an array is also an iterable
         self,
         images: PIL.Image.Image | Image | Tensor,
         *,
@@ -101,7 +101,7 @@ class Detector(Trained):
     @overload
     def predict(
         self,
-        images: Sequence[Picture],
+        images: Iterable[Picture],
         *,
         threshold: float = ...,
         batch_size: int = ...,
@@ -115,9 +115,9 @@ class Detector(Trained):
         """Detects objects in images or videos. ``detector(images)`` is equivalent.
 
         Args:
-            images: one image, a list of images, a folder, a glob pattern such as "photos/*.jpg", or
-                a video. An image is a file, a PIL image, an RGB array (H, W, 3) of uint8, or an RGB
-                tensor (3, H, W) of uint8 or of floats in [0, 1].
+            images: one image, an iterable of images, a folder, a glob pattern such as
+                "photos/*.jpg", or a video. An image is a file, a PIL image, an RGB array (H, W, 3)
+                of uint8, or an RGB tensor (3, H, W) of uint8 or of floats in [0, 1].
             threshold: score in [0, 1]. Boxes with a lower score are left out.
             batch_size: number of images that the model processes together.
             tile: side of overlapping square tiles in pixels. If set, the detector also predicts on
@@ -143,7 +143,7 @@ class Detector(Trained):
 
     def stream(
         self,
-        images: Picture | Sequence[Picture],
+        images: Picture | Iterable[Picture],
         *,
         threshold: float = 0.3,
         batch_size: int = 8,
@@ -151,8 +151,9 @@ class Detector(Trained):
     ) -> Iterator[Detections]:
         """Yields the ``Detections`` of one image after the other.
 
-        Unlike ``predict``, it also does so for lists and folders, and keeps at most ``batch_size``
-        images in memory. ``predict`` describes the arguments and errors.
+        Unlike ``predict``, it also does so for iterables and folders. It reads ``batch_size``
+        images at a time, in order, so ``images`` may be a generator without end. ``predict``
+        describes the arguments and errors.
         """
         if not 0 <= threshold <= 1:
             raise UserError(f"threshold is {threshold}, expected a score from 0 to 1")

@@ -2,7 +2,7 @@
 """``Encoder``, and the base class that it shares with ``Detector``."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
@@ -167,7 +167,7 @@ class Encoder(Trained):
         else:
             self.model = model
 
-    def __call__(self, images: Picture | Sequence[Picture]) -> dict[str, Tensor]:
+    def __call__(self, images: Picture | Iterable[Picture]) -> dict[str, Tensor]:
         """Returns the outputs by name: feature maps (N, C, H, W) and tokens (N, M, D).
 
         Images of different sizes are padded at the bottom and right. An exported encoder resizes
@@ -203,10 +203,11 @@ class Encoder(Trained):
         return find_feature(self.model)
 
     @names_mistakes({"source": "images", "batch": "a list of images"})
-    def embed(self, images: Picture | Sequence[Picture]) -> Tensor:
+    def embed(self, images: Picture | Iterable[Picture]) -> Tensor:
         """Returns one vector per image (N, D), which is the mean of the coarsest feature map.
 
-        Images are processed one by one, so a vector does not depend on the other images.
+        Images are opened and processed one by one, so a vector does not depend on the other images,
+        and ``images`` may be a generator.
 
         Args:
             images: as in ``Detector.predict``, except videos.
@@ -222,7 +223,7 @@ class Encoder(Trained):
             vectors.append(coarsest.mean(dim=(2, 3))[0])  # (C,)
         return torch.stack(vectors)
 
-    def _open(self, images: Picture | Sequence[Picture]) -> Iterator[Image]:
+    def _open(self, images: Picture | Iterable[Picture]) -> Iterator[Image]:
         """Returns an iterator over RGB images (H, W, 3), uint8. Raises an error for a video."""
         if is_video(images):
             raise UserError(f"'{images}' is a video: pass its frames")

@@ -6,15 +6,18 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from detectron2.config import CfgNode
+from detectron2.utils import comm
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.core.text import one_line
+from qbheat_det.core.torchrun import collect, share
 
 from .exported import EXPORTED_SUFFIXES, ExportedModel, ExportedPredictor, build_exported_scorer
 from .images import (
@@ -29,6 +32,7 @@ from .images import (
 from .predict import Predictor, Scores, build_detector, build_scorer, find_boxes, is_classifier
 from .results import Detections, Format, Predictions, render_annotations
 
+T = TypeVar("T")
 _NUM_TOP_CLASSES = 5
 
 
@@ -47,6 +51,9 @@ def predict_files(
     opts: Sequence[str] = (),
 ) -> Predictions:
     """Predicts boxes or classes on files and folders, and optionally draws and writes them.
+
+    In a process group, each process predicts on its share of the files. The first process writes
+    ``json_file`` and returns all predictions. The others return none.
 
     Args:
         weights: trained weights (.safetensors, .pth, qbheat://NAME) or an exported file.
@@ -81,13 +88,14 @@ def predict_files(
         else:
             score = build_scorer(build_detector(cfg).model, cfg)
         predictions = classify_images(score, files, cfg.MODEL.CLASS_NAMES)
-        write_atomically(json_file, json.dumps(predictions.results).encode())
+        if comm.is_main_process():
+            write_atomically(json_file, json.dumps(predictions.results).encode())
         return predictions
     predictor = get_predictor(exported, cfg)
     predictions = predict_images(
         predictor, files, cfg, score_threshold=score_threshold, output_dir=output, tile=tile
     )
-    if json_file:
+    if json_file and comm.is_main_process():
         if not cfg.MODEL.CATEGORY_IDS:
             print("note: the config lists no MODEL.CATEGORY_IDS, so category ids start from 1")
         content = render_annotations(
@@ -150,27 +158,47 @@ def predict_images(
     """Predicts on images and videos, and draws the results into ``output_dir`` if it is given.
 
     Unreadable files are skipped. If an image cannot be drawn, its boxes are still in the results.
-    The ids of images and frames start from 1.
+    The ids of images and frames start from 1. In a process group, each process predicts on its
+    share of the files. The first one returns the predictions on all files, the others none.
     """
-    predictions = Predictions()
-    pairs = zip(files, name_outputs(files), strict=True)
-    for file, name in tqdm(pairs, total=len(files), unit="file", desc="predicting", disable=None):
+    pairs = share(list(zip(files, name_outputs(files), strict=True)))
+    parts = []
+    for file, name in _show_progress(pairs, unit="file", desc="predicting"):
         output = None if output_dir is None else output_dir / name
-        with _skip_unreadable(predictions, file):
-            frames, fps = _open_file(file)
-            with contextlib.ExitStack() as stack:
-                append_frame = None  # writes a frame to the drawn video
-                if output is not None and file.is_video:
-                    append_frame = stack.enter_context(open_video(output, fps))
-                for all_detections in find_boxes(predictor, frames, cfg, tile=tile):
-                    scores = all_detections.scores.tolist()
-                    predictions.best_score = max(predictions.best_score, *scores, 0.0)
-                    detections = all_detections.select(score_threshold)
-                    predictions.add(detections, file.path)
-                    if append_frame is not None:
-                        append_frame(detections.draw())
-                    elif output is not None:
-                        _save_drawing(predictions, detections, output, file)
+        parts.append(_predict_file(predictor, file, cfg, score_threshold, output, tile))
+    return Predictions.join(collect(parts))
+
+
+def _show_progress(items: Sequence[T], **options: str) -> Iterator[T]:
+    """Iterates with a progress bar in the first process."""
+    return iter(tqdm(items, disable=None if comm.is_main_process() else True, **options))
+
+
+def _predict_file(
+    predictor: Predictor,
+    file: InputFile,
+    cfg: CfgNode,
+    score_threshold: float,
+    output: Path | None,
+    tile: int | None,
+) -> Predictions:
+    """Predicts on one image or video, and draws the results to ``output`` if it is given."""
+    predictions = Predictions()
+    with _skip_unreadable(predictions, file):
+        frames, fps = _open_file(file)
+        with contextlib.ExitStack() as stack:
+            append_frame = None  # writes a frame to the drawn video
+            if output is not None and file.is_video:
+                append_frame = stack.enter_context(open_video(output, fps))
+            for all_detections in find_boxes(predictor, frames, cfg, tile=tile):
+                scores = all_detections.scores.tolist()
+                predictions.best_score = max(predictions.best_score, *scores, 0.0)
+                detections = all_detections.select(score_threshold)
+                predictions.add(detections, file.path)
+                if append_frame is not None:
+                    append_frame(detections.draw())
+                elif output is not None:
+                    _save_drawing(predictions, detections, output, file)
     return predictions
 
 
@@ -244,10 +272,13 @@ def classify_images(
     """Classifies images. Skips unreadable files and videos.
 
     ``score`` returns the class scores (K,) of an image path. The results have the five classes with
-    the highest scores. If ``class_names`` is empty, the name of a class is its index.
+    the highest scores. If ``class_names`` is empty, the name of a class is its index. Processes
+    share the files as in ``predict_images``.
     """
-    predictions = Predictions()
-    for file in tqdm(files, unit="image", desc="classifying", disable=None):
+    parts = []
+    for file in _show_progress(share(files), unit="image", desc="classifying"):
+        predictions = Predictions()
+        parts.append(predictions)
         with _skip_unreadable(predictions, file):
             if file.is_video:
                 raise UnreadableImage(file.path, "a classifier takes images, not videos")
@@ -257,4 +288,4 @@ def classify_images(
                 name = class_names[k] if class_names else str(k)
                 classes.append({"name": name, "score": float(scores[k])})
             predictions.results.append({"file_name": file.name, "classes": classes})
-    return predictions
+    return Predictions.join(collect(parts))

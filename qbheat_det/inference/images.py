@@ -10,7 +10,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeVar
 
@@ -76,11 +76,16 @@ def is_video(source: object) -> bool:
 
 
 def is_collection(source: object) -> bool:
-    """Returns whether a source is a list, a folder or a glob pattern such as "photos/*.jpg"."""
+    """Returns whether a source has several images.
+
+    This is so for an iterable, a folder, and a glob pattern such as "photos/*.jpg".
+    """
     if isinstance(source, str | Path):
         path = Path(source)
         return path.is_dir() or (glob.has_magic(str(source)) and not path.exists())
-    return isinstance(source, list | tuple)
+    # An array or tensor is one image. A mapping has keys, which are not images.
+    is_other = isinstance(source, PIL.Image.Image | np.ndarray | Tensor | Mapping | bytes)
+    return isinstance(source, Iterable) and not is_other
 
 
 def find_inputs(inputs: Sequence[str], exclude: Path | None = None) -> list[InputFile]:
@@ -128,12 +133,15 @@ def _list_media(root: Path) -> list[Path]:
     return sorted(paths)
 
 
-def open_images(source: Picture | Sequence[Picture]) -> Iterator[NamedImage]:
-    """Iterates over one image, a list of images, a folder, a glob pattern, or a video's frames.
+def open_images(source: Picture | Iterable[Picture]) -> Iterator[NamedImage]:
+    """Iterates over one image, an iterable, a folder, a glob pattern, or a video's frames.
 
     In folders and patterns, videos are ignored, and unreadable files are skipped with a warning.
-    Raises a ``UserError`` if there are no images. The iterator raises a ``UserError`` if an image
-    of a list cannot be read.
+    An iterable of images may be a generator, whose images are opened one by one.
+
+    Raises:
+        UserError: there are no images. The iterator raises a ``UserError`` if an image of an
+            iterable cannot be read, or if a generator yields no image.
     """
     if is_video(source):
         path = Path(str(source))
@@ -141,10 +149,10 @@ def open_images(source: Picture | Sequence[Picture]) -> Iterator[NamedImage]:
         return frames
     if not is_collection(source):
         return iter([_open(source, "image")])  # type: ignore[arg-type]  # one picture
-    if isinstance(source, list | tuple):
-        if not source:
+    if not isinstance(source, str | Path):
+        if isinstance(source, Sized) and not len(source):
             raise UserError("the list of images is empty")
-        return (_open(picture, f"image {index}") for index, picture in enumerate(source))
+        return _open_each(source)  # type: ignore[arg-type]  # an iterable
     paths = [str(source)]
     if not Path(str(source)).is_dir():  # a pattern
         matches = sorted(glob.glob(str(source)))
@@ -154,6 +162,15 @@ def open_images(source: Picture | Sequence[Picture]) -> Iterator[NamedImage]:
     if not files:
         raise UserError(f"'{source}' has no images; pass videos one by one")
     return _open_readable(files)
+
+
+def _open_each(pictures: Iterable[Picture]) -> Iterator[NamedImage]:
+    """Yields the images. Raises a ``UserError`` if there are none."""
+    index = -1
+    for index, picture in enumerate(pictures):
+        yield _open(picture, f"image {index}")
+    if index < 0:
+        raise UserError("the iterable of images is empty")
 
 
 def _open(picture: Picture, name: str) -> NamedImage:

@@ -181,6 +181,24 @@ class Predictions:
     skipped: list[tuple[str, str]] = field(default_factory=list)
     undrawn: list[tuple[str, str]] = field(default_factory=list)
 
+    @classmethod
+    def join(cls, parts: Sequence["Predictions"]) -> "Predictions":
+        """Returns the predictions of several parts as one, with image ids from 1."""
+        whole = cls()
+        for part in parts:
+            offset = len(whole.images)
+            for image in part.images:
+                whole.images.append({**image, "id": image["id"] + offset})
+            for result in part.results:
+                if "image_id" in result:  # a box
+                    result = {**result, "image_id": result["image_id"] + offset}
+                whole.results.append(result)
+            whole.num_images += part.num_images
+            whole.best_score = max(whole.best_score, part.best_score)
+            whole.skipped += part.skipped
+            whole.undrawn += part.undrawn
+        return whole
+
     def add(self, detections: Detections, file: Path | None = None) -> None:
         """Adds the boxes of the next image or frame. Image ids start from 1.
 

@@ -11,12 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from detectron2.utils import comm
 from torch import Tensor
 from tqdm import tqdm
 
 from qbheat_det.api import load_encoder
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import get_cache_dir, hash_file
+from qbheat_det.core.torchrun import collect, share
 from qbheat_det.data import DataError, PretrainingMapper
 from qbheat_det.data.images import check_depth
 
@@ -46,7 +48,8 @@ def embed_images(
 
     The encoder's input is the central square, resized as in its pre-training. Vectors are cached on
     disk by the path, size and modification time of the file, so a call that was interrupted
-    continues with the next batch.
+    continues with the next batch. In a process group, each process embeds its share of the files.
+    The first one returns all vectors, and the others none.
 
     Args:
         files: paths of the images.
@@ -86,18 +89,32 @@ def embed_images(
     else:
         weights_key = model.weights.replace("/", "_")
     cache = get_cache_dir() / "embeddings" / f"{weights_key}_{model.coarsest_map}_{size}.sqlite"
+    shared = share(files)
     try:
-        vectors = compute_missing(cache, files, compute)
+        vectors = compute_missing(cache, shared, compute)
     except (OSError, sqlite3.Error) as error:
         raise UserError(
             f"the cache '{cache}' cannot be used ({error}): remove it, or set $QBHEAT_CACHE"
         ) from error
-    readable = [path for path in files if path in vectors]
+    # The vector of each readable file, and the reason for each unreadable one.
+    outcomes: list[Vector | str] = []
+    for path in shared:
+        outcomes.append(vectors[path] if path in vectors else unreadable[path])
+    outcomes = collect(outcomes)
+    if not comm.is_main_process():
+        return Embeddings([], torch.empty(0, 0), {})
+    readable = []
+    stacked = []
+    for path, outcome in zip(files, outcomes, strict=True):
+        if isinstance(outcome, str):
+            unreadable[path] = outcome
+        else:
+            readable.append(path)
+            stacked.append(outcome)
     if not readable:
         path, reason = next(iter(unreadable.items()))
         raise UserError(f"none of the {len(files):,} images can be read ('{path}': {reason})")
-    stacked = torch.from_numpy(np.stack([vectors[path] for path in readable]))
-    return Embeddings(readable, stacked.float(), unreadable)
+    return Embeddings(readable, torch.from_numpy(np.stack(stacked)).float(), unreadable)
 
 
 def compute_missing(

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """``Detector``: the same boxes for every kind of image and batch; evaluation, training, exports."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -83,6 +84,26 @@ def test_batches_give_what_single_images_give(batch_size, detector, photos):
     assert sizes == {1: [1] * 4, 3: [2, 1, 1], 8: [2, 1, 1]}[batch_size] * len(sources)
 
 
+def test_a_generator_is_read_in_order_and_only_as_far_as_needed(detector, encoder, photos):
+    path = photos / "0.png"
+    opened = []
+
+    def open_forever():
+        for index in itertools.count():
+            opened.append(index)
+            yield np.roll(_pixels(path), index, axis=1)
+
+    stream = detector.stream(open_forever(), threshold=0, batch_size=3)
+    first = list(itertools.islice(stream, 4))
+    assert opened == [0, 1, 2, 3, 4, 5]  # the batches of the four results
+    assert [one.file_name for one in first] == [f"image {index}" for index in range(4)]
+    rolled = [np.roll(_pixels(path), index, axis=1) for index in range(4)]
+    _assert_same(first, [detector.predict(image, threshold=0) for image in rolled])
+    _assert_same(detector.predict(iter(rolled), threshold=0), first)
+    vectors = encoder.embed(image for image in rolled)
+    torch.testing.assert_close(vectors, encoder.embed(rolled), rtol=0, atol=0)
+
+
 def test_a_video_is_read_frame_by_frame(detector, photos):
     found = detector.predict(photos / "v.avi", batch_size=1)
     read = []
@@ -103,6 +124,8 @@ def test_a_video_is_read_frame_by_frame(detector, photos):
         (["v.avi"], "v.avi"),
         ("*.gif", "gif"),
         ([], "empty"),
+        (iter([]), "empty"),
+        ({"image": "0.png"}, "dict"),
         (np.zeros((8, 8, 3), np.float32), "uint8"),
         (np.zeros((8, 8), np.uint8), "uint8"),
         (np.zeros((0, 8, 3), np.uint8), "uint8"),
