@@ -8,6 +8,7 @@ of QB-Heat defines three sizes with twelve blocks, six tokens and a last stage a
 ``mobile_former_archs.py`` lists the widths that differ from the printed tables.
 """
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -122,9 +123,9 @@ class MobileFormer(Backbone):
             self.last_bridge = MobileToFormer(token_dim=arch.token_dim, channels=last_channels)
         if self._expanded_name in self._out_features:
             self.expand: nn.Module = pointwise(last_channels, arch.expanded, norm)
-        # Detectron2's Backbone builds output_shape() from these two.
-        self._out_feature_channels = {name: shapes[name].channels for name in self._out_features}
-        self._out_feature_strides = {name: shapes[name].stride for name in self._out_features}
+        # Detectron2's Backbone builds output_shape() from these two for _out_features.
+        self._out_feature_channels = {name: shapes[name].channels for name in shapes}
+        self._out_feature_strides = {name: shapes[name].stride for name in shapes}
 
         self.reset_parameters()
         self.freeze(freeze_at)
@@ -169,6 +170,21 @@ class MobileFormer(Backbone):
         if self._expanded_name in self._out_features:
             outputs[self._expanded_name] = F.relu6(self.expand(x))
         return {name: outputs[name] for name in self._out_features}
+
+    def with_outputs(self, out_features: Sequence[str]) -> "MobileFormer":
+        """Returns a copy with other outputs, which has the same layers.
+
+        Raises a ``ValueError`` if a layer that an output needs was not built.
+        """
+        built = self._stage_names[: len(self.stages)]
+        for name in self._out_features:
+            if name not in built:  # the expanded map or the tokens
+                built = [*built, name]
+        if set(out_features) - set(built):
+            raise ValueError(f"this MobileFormer computes {built}, not {list(out_features)}")
+        other = copy.copy(self)
+        other._out_features = list(out_features)
+        return other
 
     def reset_parameters(self) -> None:
         """Initializes weights as in the authors' code.
