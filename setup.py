@@ -57,6 +57,7 @@ setup(
         "torchvision>=0.21",
         "charset-normalizer>=3.1",  # encodings of label files
         "filelock>=3.13",
+        "fsspec>=2023.5",  # object stores; huggingface-hub needs it as well
         "fvcore>=0.1.5.post20221221",
         "huggingface-hub>=0.30",  # timm needs it as well
         "Jinja2>=3.1",  # the page of reports
@@ -86,6 +87,7 @@ setup(
         ],  # minima not tested
         "app": ["gradio>=6.31,<7", "Pillow<13"],
         "openvino": ["openvino>=2025.2"],  # minimum not tested
+        "ray": ["ray[data]>=2.51"],  # --engine ray; minimum not tested
         "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"],
         "dev": [
             "httpx2",  # requests of tests to the server

@@ -225,3 +225,24 @@ def add_data_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         help="the same as --images, for --val; or validation images for pre-training",
     )
     return group
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag that chooses between this machine and a Ray cluster."""
+    parser.add_argument(
+        "--engine",
+        choices=["local", "ray"],
+        default="local",
+        help="ray: run on the cluster of $RAY_ADDRESS, or on all cores and GPUs of this machine, "
+        "and write Parquet files to the folder of --output (needs the extra ray)",
+    )
+
+
+def print_ray_report(report: Any, args: argparse.Namespace) -> int:
+    """Prints the counts of a ``RayReport``, and returns the exit code."""
+    print(f"{args.output}: {report.num_images:,} images")
+    for file, reason in report.unreadable.items():
+        print(f"could not be read: {file}: {reason}", file=sys.stderr)
+    if report.num_unreadable > len(report.unreadable):
+        print(f"could not be read: {report.num_unreadable:,} in all", file=sys.stderr)
+    return int(report.num_unreadable > 0)

@@ -22,6 +22,10 @@ examples:
   torchrun --standalone --nproc-per-node 4 tools/predict.py \
       --weights output/run --images photos/ --json boxes.json
 
+  # predict on a Ray cluster, from an object store; writes Parquet files to the folder of --output
+  qbheat predict --engine ray --weights retinanet/285M_bccd \
+      --images s3://bucket/photos --output s3://bucket/boxes
+
 exit code: 0 on success; 1 if a file was skipped or not drawn; 2 if there are no results.
 Under torchrun, the code is 0 if a file was skipped, because torchrun regards 1 as a crash.
 """
@@ -31,7 +35,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arguments import WEIGHTS, check_inputs, hide_foreign_warnings, make_parser
+from arguments import (
+    WEIGHTS,
+    add_engine,
+    check_inputs,
+    hide_foreign_warnings,
+    make_parser,
+    print_ray_report,
+)
 
 if TYPE_CHECKING:  # ``main`` imports it after parsing the arguments
     from qbheat_det.inference.results import Predictions
@@ -45,9 +56,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--images", nargs="+", required=True, metavar="PATH", help="images, videos, folders")
     add(
         "--output",
-        type=Path,
         metavar="DIR",
-        help="folder for the drawn images and videos (default: output/predict)",
+        help="folder for the drawn images and videos (default: output/predict); with --engine ray, "
+        "for the Parquet files",
     )
     add("--json", type=Path, metavar="FILE", help="write the boxes or classes to a JSON file")
     add(
@@ -63,6 +74,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="use the model's fastest equivalent form on this device (MODEL.DEPLOY.ENABLED)",
     )
+    add_engine(parser)
     add(
         "--tile",
         type=int,
@@ -72,9 +84,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides (at the end)")
     args = parser.parse_args(argv)
-    if not (args.output or args.json):
-        args.output = Path("output/predict")
-    if args.output and args.output.suffix.lower() in (".jpg", ".jpeg", ".png", ".mp4"):
+    if args.engine == "ray":
+        if args.json or args.config_file or args.fast or not args.output:
+            parser.error("--engine ray takes --output, but not --json, --config-file and --fast")
+    elif not (args.output or args.json):
+        args.output = "output/predict"
+    if args.output and args.output.lower().endswith((".jpg", ".jpeg", ".png", ".mp4")):
         parser.error(f"--output is a folder, not '{args.output}'")
     if not 0 <= args.threshold <= 1:
         parser.error("--threshold must be a score from 0 to 1")
@@ -88,6 +103,8 @@ def main(argv: list[str] | None = None) -> int:
     from qbheat_det.core.errors import exit_on_user_error
     from qbheat_det.core.torchrun import run_sharing_files
 
+    if args.engine == "ray":
+        return exit_on_user_error(run_on_cluster)(args)
     return exit_on_user_error(run_sharing_files)(lambda: run(args))
 
 
@@ -100,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     report = predict_files(
         args.weights,
         args.images,
-        output=args.output,
+        output=Path(args.output) if args.output else None,
         json_file=args.json,
         json_format=args.format,
         score_threshold=args.threshold,
@@ -118,6 +135,26 @@ def run(args: argparse.Namespace) -> int:
     if comm.get_world_size() > 1:
         return 0
     return int(bool(report.skipped or report.undrawn))
+
+
+def run_on_cluster(args: argparse.Namespace) -> int:
+    """Predicts with Ray, and returns the exit code."""
+    from qbheat_det.api import find_weights
+    from qbheat_det.core.errors import UserError
+
+    try:
+        from qbheat_det.inference.ray_engine import DetectionActor, run_on_ray
+    except ImportError as error:
+        raise UserError(f"--engine ray needs Ray ({error}): pip install 'ray[data]'") from error
+
+    arguments = {
+        "weights": find_weights(args.weights),
+        "device": args.device,
+        "threshold": args.threshold,
+        "tile": args.tile,
+        "opts": args.opts,
+    }
+    return print_ray_report(run_on_ray(DetectionActor, arguments, args.images, args.output), args)
 
 
 def print_report(report: "Predictions", args: argparse.Namespace) -> None:

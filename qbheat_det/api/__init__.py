@@ -10,6 +10,7 @@ from pathlib import Path
 from qbheat_det.checkpoint import find_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.inference.drawing import get_class_color
+from qbheat_det.inference.embedding import embed_images
 from qbheat_det.inference.exported import ExportedPredictor
 from qbheat_det.inference.files import open_weights, predict_files
 from qbheat_det.inference.images import Image, UnreadableImage, decode_image, find_inputs
@@ -34,6 +35,7 @@ __all__ = [
     "Image",
     "UnreadableImage",
     "decode_image",
+    "embed_images",
     "find_inputs",
     "find_weights",
     "get_class_color",

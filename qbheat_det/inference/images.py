@@ -23,6 +23,7 @@ from detectron2.data.detection_utils import convert_PIL_to_numpy
 from detectron2.utils.file_io import PathManager
 from torch import Tensor
 
+from qbheat_det.core import object_stores  # noqa: F401  # opens addresses
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
 from qbheat_det.data import IMAGE_FORMATS, IMAGE_SUFFIXES

@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Selects the images to label next, and finds labels that are probably wrong."""
 
-from .embedding import embed_images
 from .inspection import inspect_labels, shortlist
 from .labels import apply_corrections
 from .selection import Selection, select
@@ -20,7 +19,6 @@ __all__ = [
     "apply_corrections",
     "check_selection_folder",
     "draw_image",
-    "embed_images",
     "inspect_labels",
     "select",
     "shortlist",

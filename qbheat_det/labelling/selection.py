@@ -19,7 +19,13 @@ from detectron2.data import DatasetCatalog
 from torch import Tensor
 from tqdm import tqdm
 
-from qbheat_det.api import Detector, UnreadableImage, find_inputs, load_detector
+from qbheat_det.api import (
+    Detector,
+    UnreadableImage,
+    embed_images,
+    find_inputs,
+    load_detector,
+)
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     Account,
@@ -30,7 +36,6 @@ from qbheat_det.data import (
 from qbheat_det.data.datasets.sources import forget_source, register_source
 
 from .coverage import COVERING, choose_balanced, cover, find_duplicates, unit_vectors
-from .embedding import embed_images
 
 Strategy = Literal["random", "k_center", "balanced"]
 BoxesByPath = dict[str, list[dict[str, Any]]]

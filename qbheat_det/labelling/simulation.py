@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from qbheat_det.analysis import plotting
-from qbheat_det.api import find_weights, load_detector
+from qbheat_det.api import embed_images, find_weights, load_detector
 from qbheat_det.api.training import train_afresh
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record, replace_folders, write_atomically
@@ -24,7 +24,6 @@ from qbheat_det.data import Annotations, open_source
 from qbheat_det.engine import RunFlags, read_config
 
 from .coverage import COVERING, choose_balanced, cover, unit_vectors
-from .embedding import embed_images
 from .selection import BALANCED, check_whole, count_objects, predict_boxes
 
 _CONFIG = "custom/cached_retinanet_285M_probe.yaml"

@@ -12,15 +12,15 @@ import pytest
 import torch
 from PIL import Image
 
-from qbheat_det.api import Encoder
 from qbheat_det.core.errors import UserError
-from qbheat_det.labelling import embedding, select, write_selection
+from qbheat_det.inference import embedding
+from qbheat_det.labelling import select, write_selection
 from qbheat_det.labelling.selection import list_labelled
 from tests.tool_modules import load_tool
 
 DETECTOR = "retinanet/285M_bccd"
 CELLS = Path(__file__).resolve().parents[2] / "docs" / "cells.jpg"
-LOAD_ENCODER = functools.cache(embedding.load_encoder)
+OPEN_ENCODER = functools.cache(embedding.open_encoder)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def photos(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("QBHEAT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(embedding, "load_encoder", LOAD_ENCODER)
+    monkeypatch.setattr(embedding, "open_encoder", OPEN_ENCODER)
 
 
 def names(files):
@@ -126,7 +126,7 @@ def test_vectors_come_from_the_cache(photos, monkeypatch):
     files.append(f"{photos}/../{photos.name}/0.png")  # the same file by another path
     first = embedding.embed_images(files)
     assert first.files == files
-    monkeypatch.setattr(Encoder, "__call__", None)
+    monkeypatch.setattr(embedding.Embedder, "embed", None)
     again = embedding.embed_images(files[::-1])
     torch.testing.assert_close(again.vectors, first.vectors.flip(0), rtol=0, atol=0)
     monkeypatch.setattr(sqlite3, "connect", lambda *_, **__: sqlite3.Connection(photos / "0.png"))

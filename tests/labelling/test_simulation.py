@@ -11,8 +11,8 @@ import torch
 from qbheat_det.api.training import train_afresh
 from qbheat_det.core.errors import Interrupted, UserError
 from qbheat_det.engine import RunFlags
+from qbheat_det.inference.embedding import Embeddings
 from qbheat_det.labelling import simulation
-from qbheat_det.labelling.embedding import Embeddings
 from qbheat_det.labelling.simulation import Point, simulate
 from tests.engine.tiny_training import CONFIG, TINY, forget_runs, parse_run
 from tests.labelling.test_inspection import write_data

@@ -13,14 +13,17 @@ import numpy.typing as npt
 import torch
 from detectron2.utils import comm
 from torch import Tensor
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-from qbheat_det.api import load_encoder
+from qbheat_det.checkpoint import find_weights, local_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import get_cache_dir, hash_file
 from qbheat_det.core.torchrun import collect, share
 from qbheat_det.data import DataError, PretrainingMapper
 from qbheat_det.data.images import check_depth
+from qbheat_det.probing import find_feature
+
+from .predict import encode, open_encoder
 
 Vector = npt.NDArray[np.float16]
 _BATCH_SIZE = 16
@@ -41,15 +44,59 @@ class Embeddings(NamedTuple):
     unreadable: dict[str, str]
 
 
+class Embedder:
+    """Computes a feature vector per image, which is the mean of the encoder's coarsest feature map.
+
+    The encoder's input is the central square, resized as in its pre-training.
+
+    Attributes:
+        key: name of the weights and settings that determine a vector.
+    """
+
+    def __init__(self, encoder: str, device: str | None = None) -> None:
+        """``encoder`` names the weights of an encoder. Raises a ``UserError`` for other weights."""
+        weights = find_weights(encoder)
+        self._model, self._cfg = open_encoder(weights, device)
+        self._feature = find_feature(self._model)
+        size = self._cfg.INPUT.PRETRAIN.SIZE
+        self._mapper = PretrainingMapper(size=size, is_train=False)
+        file = Path(local_weights(weights))
+        if file.is_file():
+            weights_key = hash_file(file)[:16]
+        else:
+            weights_key = weights.replace("/", "_")
+        self.key = f"{weights_key}_{self._feature}_{size}"
+
+    def embed(self, paths: Sequence[str]) -> dict[str, Vector | str]:
+        """Returns the vector (D,) of each image by path, or the reason why it cannot be read."""
+        outcomes: dict[str, Vector | str] = {}
+        images = {}  # RGB (S, S, 3), by path
+        for path in paths:
+            entry = self._mapper({"file_name": path, "label": 0})
+            if isinstance(entry, DataError):
+                outcomes[path] = entry.reason
+                continue
+            try:
+                # The mapper scales 16-bit pixels to 8 bits, but detectors clip them.
+                check_depth(path)
+                images[path] = entry["image"].permute(1, 2, 0).numpy()
+            except ValueError as error:
+                outcomes[path] = str(error)
+        if images:
+            outputs = encode(self._model, self._cfg, list(images.values()))
+            vectors = outputs[self._feature].mean(dim=(2, 3)).half().cpu()  # (N, D)
+            outcomes.update(zip(images, vectors.numpy(), strict=True))
+        return outcomes
+
+
 def embed_images(
     files: Sequence[str], encoder: str = "distill/285M", *, device: str | None = None
 ) -> Embeddings:
-    """Returns a feature vector per image, which is the mean of the encoder's coarsest feature map.
+    """Returns a feature vector per image (``Embedder``).
 
-    The encoder's input is the central square, resized as in its pre-training. Vectors are cached on
-    disk by the path, size and modification time of the file, so a call that was interrupted
-    continues with the next batch. In a process group, each process embeds its share of the files.
-    The first one returns all vectors, and the others none.
+    Vectors are cached on disk by the path, size and modification time of the file, so a call that
+    was interrupted continues with the next batch. In a process group, each process embeds its share
+    of the files. The first one returns all vectors, and the others none.
 
     Args:
         files: paths of the images.
@@ -59,36 +106,20 @@ def embed_images(
     Raises:
         UserError: the weights are not of an encoder, or no image can be read.
     """
-    model = load_encoder(encoder, device=device)
-    size = model.cfg.INPUT.PRETRAIN.SIZE
-    mapper = PretrainingMapper(size=size, is_train=False)
+    embedder = Embedder(encoder, device)
     unreadable: dict[str, str] = {}
 
     def compute(paths: Sequence[str]) -> dict[str, Vector]:
-        """Returns the vectors (D,) of the readable images by path, and records the others."""
-        images = {}  # RGB (S, S, 3), by path
-        for path in paths:
-            entry = mapper({"file_name": path, "label": 0})
-            if isinstance(entry, DataError):
-                unreadable[path] = entry.reason
-                continue
-            try:
-                # The mapper scales 16-bit pixels to 8 bits, but detectors clip them.
-                check_depth(path)
-                images[path] = entry["image"].permute(1, 2, 0).numpy()
-            except ValueError as error:
-                unreadable[path] = str(error)
-        if not images:
-            return {}
-        feature_map = model(list(images.values()))[model.coarsest_map]  # (N, C, H, W)
-        vectors = feature_map.mean(dim=(2, 3)).half().cpu()
-        return dict(zip(images, vectors.numpy(), strict=True))
+        """Returns the vectors of the readable images by path, and records the others."""
+        vectors: dict[str, Vector] = {}
+        for path, outcome in embedder.embed(paths).items():
+            if isinstance(outcome, str):
+                unreadable[path] = outcome
+            else:
+                vectors[path] = outcome
+        return vectors
 
-    if model.weights_file.is_file():
-        weights_key = hash_file(model.weights_file)[:16]
-    else:
-        weights_key = model.weights.replace("/", "_")
-    cache = get_cache_dir() / "embeddings" / f"{weights_key}_{model.coarsest_map}_{size}.sqlite"
+    cache = get_cache_dir() / "embeddings" / f"{embedder.key}.sqlite"
     shared = share(files)
     try:
         vectors = compute_missing(cache, shared, compute)
