@@ -3,8 +3,8 @@
 
 If this Python already has Detectron2 (a build of yours, or the official main), nothing changes.
 Otherwise, downloads the Python part of the official release v0.6 from the package index, checks its
-SHA-256, adapts it to current Pillow, NumPy and setuptools, and installs it as a distribution named
-detectron2, so that `pip uninstall detectron2` works.
+SHA-256, adapts it to current Pillow, NumPy, setuptools and PyTorch, and installs it as a
+distribution named detectron2, so that `pip uninstall detectron2` works.
 
 Nothing is compiled, so Detectron2's own deformable convolution, rotated boxes and fast COCO
 evaluation are missing. If you need them, build the official Detectron2:
@@ -77,6 +77,23 @@ ADAPTATIONS = (
         r'"detectron2\.model_zoo", os\.path\.join\("configs", config_path\)\s*\)',
         'str(\n        importlib.resources.files("detectron2.model_zoo") / "configs" / config_path'
         "\n    )",
+        1,
+    ),
+    # Projects of Detectron2's main import LRScheduler, the base of PyTorch's schedulers. The hook
+    # would not save the state of a scheduler that is no _LRScheduler.
+    Adaptation("engine/hooks.py", r"\b_LRScheduler\b", "LRScheduler", 2),
+    Adaptation(
+        "solver/lr_scheduler.py",
+        r"(?m)^import torch$",
+        "import torch\nfrom torch.optim.lr_scheduler import LRScheduler",
+        1,
+    ),
+    Adaptation("solver/__init__.py", r"\bLRMultiplier,", "LRMultiplier, LRScheduler,", 1),
+    # PyTorch has no caffe2. As on main, only the export to Caffe2 needs it.
+    Adaptation(
+        "export/__init__.py",
+        r"from \.api import \*",
+        "try:\n    from .api import *\nexcept ImportError:\n    pass",
         1,
     ),
 )

@@ -16,9 +16,11 @@ import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from torch import nn
 
+from qbheat_det.config import Pixels, warn_of_other_pixels
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import remove_leftovers, write_atomically
 from qbheat_det.modeling.contracts import (
+    get_pixel_format,
     get_pixel_statistics,
     get_timm_name,
     optional_modules,
@@ -220,7 +222,9 @@ class SafeCheckpointer(DetectionCheckpointer):
         errors = report.find_errors(new_parts=True)
         if self.allow_partial and errors:
             self.logger.warning("Loaded in part, as --allow-partial asks: %s", "; ".join(errors))
-        self._warn_of_other_pixels(info)
+        warn_of_other_pixels(
+            Pixels(info.pixel_format, info.pixel_mean, info.pixel_std), read_pixels(model)
+        )
 
     def _find_skipped(self, info: WeightsInfo) -> Sequence[str]:
         """Returns the names of child modules whose tensors in the file are not loaded.
@@ -262,28 +266,17 @@ class SafeCheckpointer(DetectionCheckpointer):
             raise UserError(f"{message} (--allow-partial loads it anyway)")
         self.logger.warning(message)
 
-    def _warn_of_other_pixels(self, info: WeightsInfo) -> None:
-        """Warns if the weights were trained with different pixel statistics."""
-        trained_statistics = {"pixel_mean": info.pixel_mean, "pixel_std": info.pixel_std}
-        for name, buffer in get_pixel_statistics(self.model).items():
-            trained = torch.tensor(trained_statistics[name], dtype=torch.float64)  # (C,)
-            if not len(trained):  # unknown
-                continue
-            values = buffer.detach().cpu().double().flatten()  # (C,)
-            if values.shape == trained.shape and torch.allclose(values, trained, rtol=1e-4):
-                continue
-            self.logger.warning(
-                "The weights were trained with %s %s in format %s, but the model has %s: check "
-                "INPUT.FORMAT, MODEL.PIXEL_MEAN and MODEL.PIXEL_STD",
-                name,
-                trained.tolist(),
-                info.pixel_format or "unknown",
-                values.tolist(),
-            )
-
 
 class ExactCheckpointer(SafeCheckpointer):
     """Loads trained models: file and model must have the same tensors and classes."""
 
     def _check(self, report: LoadReport) -> None:
         check_exact(report, "use the config.yaml that was written beside the weights")
+
+
+def read_pixels(model: nn.Module) -> Pixels:
+    """Returns the pixels of a model's images, as far as the model knows them."""
+    values = {}
+    for name, buffer in get_pixel_statistics(model).items():
+        values[name.removeprefix("pixel_")] = tuple(buffer.detach().double().flatten().tolist())
+    return Pixels(format=get_pixel_format(model), **values)

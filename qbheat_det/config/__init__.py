@@ -16,8 +16,10 @@ from .loading import (
     with_values,
 )
 from .missing_keys import configurable, reads_our_keys
+from .pixels import Pixels, warn_of_other_pixels
 
 __all__ = [
+    "Pixels",
     "Rules",
     "add_qbheat_config",
     "at_least",
@@ -32,5 +34,6 @@ __all__ = [
     "one_of",
     "reads_our_keys",
     "refuse_bad_values",
+    "warn_of_other_pixels",
     "with_values",
 ]

@@ -61,7 +61,9 @@ class CocoEvaluator(COCOEvaluator):
         faster-coco-eval (True) or pycocotools (False).
         """
         has_faster_coco_eval = importlib.util.find_spec("faster_coco_eval") is not None
-        super().__init__(dataset_name, **{"use_fast_impl": has_faster_coco_eval, **arguments})
+        super().__init__(dataset_name, **arguments)
+        # After Detectron2's constructor, which resets it if Detectron2's own op is not compiled.
+        self._use_fast_impl = arguments.get("use_fast_impl", has_faster_coco_eval)
         contiguous_ids = self._metadata.get("thing_dataset_id_to_contiguous_id", {})
         self._num_classes = len(contiguous_ids)
         complete_annotations(self._coco_api.dataset)

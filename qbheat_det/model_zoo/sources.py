@@ -41,7 +41,7 @@ from qbheat_det.checkpoint import (
 )
 from qbheat_det.checkpoint.convert import convert_weights
 from qbheat_det.checkpoint.matching import BELOW_FPN
-from qbheat_det.config import load_config, refuse_bad_values
+from qbheat_det.config import Pixels, load_config, refuse_bad_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, file_lock, hash_file, write_atomically
 from qbheat_det.core.text import format_bytes, one_line
@@ -283,10 +283,12 @@ def _write_pytorch(source: Path, folder: Path) -> Path:
             tensor = tensor.float()
         tensors[new_names.get(name, name)] = tensor
     is_bare_backbone = not bare_names
-    content: dict[str, Any] = {
-        "model": tensors,
-        "matching_heuristics": bool(new_names) or is_bare_backbone,
-    }
+    matches_ends = bool(new_names) or is_bare_backbone
+    if info and matches_ends:
+        # ``modeling/backbone/trained_pixels.py`` reads them. Whole models have no such entries,
+        # which would be errors for ``load_state_dict(strict=True)``.
+        tensors |= Pixels(info.pixel_format, info.pixel_mean, info.pixel_std).to_tensors()
+    content: dict[str, Any] = {"model": tensors, "matching_heuristics": matches_ends}
     if info:
         content["info"] = info.to_dict()
     stream = io.BytesIO()

@@ -149,6 +149,19 @@ def get_pixel_statistics(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in buffers.items() if isinstance(value, Tensor)}
 
 
+def get_pixel_format(model: nn.Module) -> str:
+    """Returns the channel order of a model's images, "BGR" or "RGB"; "" if it is unknown.
+
+    It is ``input_format``, as in Detectron2's detectors, or else ``pixels.format`` of a backbone.
+    """
+    for module in model.modules():
+        pixels = getattr(module, "pixels", None)
+        pixel_format = getattr(module, "input_format", None) or getattr(pixels, "format", "")
+        if pixel_format:
+            return str(pixel_format)
+    return ""
+
+
 def normalise_pixels(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """Normalizes (..., C, H, W) by the mean and standard deviation of each channel."""
     channel_mean = torch.tensor(mean, device=images.device).view(-1, 1, 1)

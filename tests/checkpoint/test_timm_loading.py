@@ -42,11 +42,11 @@ def test_weights_are_fetched_once_and_other_pixels_are_warned_of(tmp_path, monke
     group = checkpointer.report.groups["backbone"]
     assert group.num_loaded == group.num_tensors
     assert set(checkpointer.report.unused) >= {"fc.weight", "fc.bias"}
-    assert "pixel_mean" not in caplog.text
+    assert "pixels" not in caplog.text
     tag = timm.models.get_pretrained_cfg("resnet18").tag
     with caplog.at_level(logging.WARNING):
         SafeCheckpointer(_Detector(mean=0.5)).load(f"timm://resnet18.{tag}")
-    assert "pixel_mean [123.67" in caplog.text
+    assert "trained with the pixels RGB, mean [123.67" in caplog.text
     assert [name for name, _ in hub] == [f"resnet18.{tag}"]
 
 

@@ -190,6 +190,7 @@ def test_a_model_fits_its_protocols(name):
     assert contracts.has_held_out_loss(model) == (name not in ("MoCo", "WassersteinDependency"))
     assert contracts.masks_padding(model) == (name == "MFDETR")
     assert set(contracts.get_pixel_statistics(model)) == {"pixel_mean", "pixel_std"}
+    assert contracts.get_pixel_format(model) == cfg.INPUT.FORMAT
     views = contracts.get_views(cfg)
     assert set(views) == ({"corner", "centre"} if name == "QBHeat" else {"image"})
 

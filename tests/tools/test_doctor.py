@@ -123,6 +123,27 @@ def test_an_adaptation_replaces_whole_names_and_says_so_in_the_file():
     assert "setup.py" not in package
 
 
+def test_names_that_projects_of_main_import_are_added():
+    old = {
+        "solver/lr_scheduler.py": "import math\nimport torch\nfrom fvcore import nn\n",
+        "solver/__init__.py": "from .lr_scheduler import WarmupCosineLR, LRMultiplier, Warmup\n",
+        "engine/hooks.py": "lr_scheduler._LRScheduler lr_scheduler._LRScheduler\n",
+        "export/__init__.py": "from .api import *\nfrom .flatten import TracingAdapter\n",
+    }
+    files = {f"detectron2/{path}": text.encode() for path, text in old.items()}
+    rules = [rule for rule in tool.ADAPTATIONS if rule.path in old]
+    package = tool.adapt(files, rules)
+    texts = [package[name].decode().partition("# Changed")[0] for name in files]
+    assert texts == [
+        "import math\nimport torch\nfrom torch.optim.lr_scheduler import LRScheduler\n"
+        "from fvcore import nn\n",
+        "from .lr_scheduler import WarmupCosineLR, LRMultiplier, LRScheduler, Warmup\n",
+        "lr_scheduler.LRScheduler lr_scheduler.LRScheduler\n",
+        "try:\n    from .api import *\nexcept ImportError:\n    pass\n"
+        "from .flatten import TracingAdapter\n",
+    ]
+
+
 @pytest.mark.parametrize(("file", "times"), [("a.py", 0), ("a.py", 2), ("gone.py", 1)])
 def test_an_adaptation_that_applies_another_number_of_times_is_an_error(file, times):
     with pytest.raises(tool.InstallError, match=file):

@@ -20,7 +20,7 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.config import configurable
+from qbheat_det.config import Pixels, configurable
 from qbheat_det.core.errors import UserError
 from qbheat_det.layers import (
     DownMobile,
@@ -39,6 +39,7 @@ from qbheat_det.modeling.checks import check_value
 
 from .fpn import accept_prefixes
 from .mobile_former_archs import MOBILE_FORMER_ARCHS, BlockSpec, MobileFormerArch, find_arch
+from .trained_pixels import check_trained_pixels
 
 
 @BACKBONE_REGISTRY.register()
@@ -65,6 +66,7 @@ class MobileFormer(Backbone):
         drop_path: float = 0.0,
         freeze_at: int = 0,
         in_channels: int = 3,
+        pixels: Pixels | None = None,
     ) -> None:
         """
         Args:
@@ -76,6 +78,8 @@ class MobileFormer(Backbone):
             freeze_at: 0 trains everything, 1 freezes the stem and the tokens, 2 also freezes the
                 first stage, and so on. Numbers above the number of stages freeze the whole network.
             in_channels: channels of the image.
+            pixels: the pixels that the model passes to the backbone. A warning is logged if weights
+                are loaded that were trained on others.
 
         Raises:
             ValueError: an output name is unknown, or a number is out of range.
@@ -126,6 +130,7 @@ class MobileFormer(Backbone):
         self.reset_parameters()
         self.freeze(freeze_at)
         accept_prefixes(self)
+        check_trained_pixels(self, pixels)
 
     @classmethod
     def from_config(cls, cfg: CfgNode, input_shape: ShapeSpec) -> dict[str, Any]:
@@ -136,6 +141,7 @@ class MobileFormer(Backbone):
             "drop_path": cfg.MODEL.MOBILE_FORMER.DROP_PATH,
             "freeze_at": cfg.MODEL.BACKBONE.FREEZE_AT,
             "in_channels": input_shape.channels,
+            "pixels": Pixels.from_config(cfg),
         }
 
     def forward(self, x: Tensor, image_sizes: Tensor | None = None) -> dict[str, Tensor]:

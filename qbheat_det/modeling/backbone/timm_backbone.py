@@ -22,12 +22,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from qbheat_det.config import reads_our_keys
+from qbheat_det.config import Pixels, reads_our_keys
 from qbheat_det.config.loading import TIMM_PREFIX, check_timm_name
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.checks import check_value
 
 from .fpn import accept_prefixes
+from .trained_pixels import check_trained_pixels
 
 _PROBE_SIZE = (64, 96)  # image size for which height, width and channels of feature maps differ
 
@@ -44,7 +45,13 @@ class TimmBackbone(Backbone):
     """The lowest ``freeze_at`` that freezes the whole network."""
 
     def __init__(
-        self, *, name: str, out_features: Sequence[str], freeze_at: int = 0, in_channels: int = 3
+        self,
+        *,
+        name: str,
+        out_features: Sequence[str],
+        freeze_at: int = 0,
+        in_channels: int = 3,
+        pixels: Pixels | None = None,
     ) -> None:
         """
         Args:
@@ -55,6 +62,8 @@ class TimmBackbone(Backbone):
                 Detectron2). 5 or more freezes the whole network. Frozen BatchNorms keep their
                 statistics.
             in_channels: channels of the image.
+            pixels: the pixels that the model passes to the backbone. A warning is logged if weights
+                are loaded that were trained on others.
 
         Raises:
             UserError: timm has no such model, or its feature maps do not have fixed strides.
@@ -92,6 +101,7 @@ class TimmBackbone(Backbone):
         sources = self._find_sources(name, infos, in_channels)
         self._freeze(freeze_at, sources)
         accept_prefixes(self)
+        check_trained_pixels(self, pixels)
 
     @property
     def size_divisibility(self) -> int:
@@ -212,6 +222,7 @@ def register_timm_backbone(name: str) -> None:
             out_features=cfg.MODEL.TIMM.OUT_FEATURES,
             freeze_at=cfg.MODEL.BACKBONE.FREEZE_AT,
             in_channels=input_shape.channels,
+            pixels=Pixels.from_config(cfg),
         )
 
     build.__name__ = f"{TIMM_PREFIX}{name}"
