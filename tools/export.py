@@ -30,6 +30,11 @@ examples:
       --weights fish=output/fish/model_final.safetensors \\
       --weights boats=output/boats/model_final.safetensors
 
+  # the two detectors of the model zoo on its encoder distill/285M
+  qbheat export --shared-encoder --output output/cells \\
+      --weights retinanet=qbheat://retinanet/285M_bccd \\
+      --weights mf_detr=qbheat://mf_detr/211_285M_bccd
+
   # the bare backbone as weights, to use as MODEL.WEIGHTS in any config with this backbone
   qbheat export --backbone --weights output/pretraining/model_final.safetensors \\
       --output backbone.safetensors

@@ -19,8 +19,9 @@ figures:
 
 A run is the output folder of a training (OUTPUT_DIR), or a checkpoint (.safetensors, .pth). Several
 runs are drawn side by side. The folder report/ next to report.html contains each figure as an image
-file, and the figure's numbers as JSON. The end of the page lists missing figures with the reason.
-The page is rewritten after each figure, so after Ctrl-C it has the figures that were drawn before.
+file, and the figure's numbers as JSON. Tables are also printed. The end of the page lists missing
+figures with the reason. The page is rewritten after each figure, so after Ctrl-C it has the figures
+that were drawn before.
 
 exit code: 0 on success; 1 if a figure failed (the page has all other figures) or none was drawn;
 2 if a run or flag is invalid; 130 after Ctrl-C.
@@ -42,7 +43,7 @@ FIGURES = {
     "attention": "attention between global tokens and pixels, both ways",
     "detections": "AP by size and class, missed and wrong boxes",
     "classes": "confusion matrix of a classifier",
-    "spectrum": "eigenvalues of A and B at both scales, and Table 3",
+    "spectrum": "eigenvalues and ranks of A and B at both scales, and Table 3",
 }
 """Descriptions by figure name, in the order of the page."""
 FLAGS: dict[str, dict[str, dict[str, Any]]] = {
@@ -140,6 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write_report(args: argparse.Namespace) -> int:
     """Draws the figures and writes the page. Returns the exit code."""
+    from tabulate import tabulate
+
     from qbheat_det.analysis.report import build_report
     from qbheat_det.analysis.run import FigureOptions, open_runs
 
@@ -158,6 +161,10 @@ def write_report(args: argparse.Namespace) -> int:
     for result in results:
         if result.figure is None:
             print(f"{result.name}: {result.reason}", file=sys.stderr)
+        elif result.figure.table is not None:
+            table = result.figure.table
+            text = tabulate(table.rows, table.header, disable_numparse=True, maxheadercolwidths=14)
+            print(f"{result.figure.title}\n\n{text}\n")
     print(f"report: {args.output}\nfiles:  {args.output.with_suffix('')}")
     is_empty = all(result.figure is None for result in results)
     return int(is_empty or any(result.failed for result in results))

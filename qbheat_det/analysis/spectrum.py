@@ -44,6 +44,11 @@ _PREFIX = "predictor."
 _CONTROL_COLOR = LINE_COLORS[-1]
 _ROUNDING_ERROR = 1e-6  # magnitudes with a smaller relative spread count as equal
 _COLUMNS = {  # from the key in a summary to (header, number format)
+    "channels": ("channels", ".0f"),
+    "rank_A": ("rank of A", ".0f"),
+    "rank_B": ("rank of B", ".0f"),
+    "complex_A": ("complex eigenvalues of A", ".1%"),
+    "complex_B": ("complex eigenvalues of B", ".1%"),
     "correlation": ("correlation of the scales' spectra", ".4f"),
     "commutator": ("commutator", ".3f"),
     "inverse_error": ("inverse error", ".3f"),
@@ -52,6 +57,10 @@ _EXPLANATION = (
     "Eigenvalues of A and B, which propagate features by z(x + Δx) = (I + Δx A) z(x). Rotated "
     "matrices, the control, also lie near the diagonal of Fig. 7 and have E(A)/E(B) near 1 (Table "
     "3). Differences from them are learned.",
+    "Of both directions and all scales, the rank is the lowest, and the share of complex "
+    "eigenvalues the mean. As in numpy.linalg.matrix_rank, singular values of at most C ε times "
+    "the largest count as zero, with C channels and the precision ε of float32. Imaginary parts "
+    "count as zero if they are at most C ε times the largest magnitude.",
     "The commutator is 0 if the order of right and down does not matter (Eq. 3). The inverse error "
     "is 0 if left inverts right (Eq. 8).",
 )
@@ -80,14 +89,20 @@ def describe_models(models: Models) -> Spectrum:
     magnitudes = {}
     commutators = []
     inverse_errors = []
+    ranks: dict[str, list[int]] = {axis: [] for axis in AXES}
+    complex_shares: dict[str, list[float]] = {axis: [] for axis in AXES}
     summary: dict[str, float] = {}
     for scale, (offset, matrices) in models.items():
         offsets[scale] = offset
+        summary["channels"] = len(matrices["A1"])
         eigenvalues[scale] = {name: _sort_eigenvalues(matrices[name]) / offset for name in NAMES}
         magnitudes[scale] = {name: values.abs() for name, values in eigenvalues[scale].items()}
         energy = {}
         for axis, directions in AXES.items():  # Eq. 7
             energy[axis] = float(sum(magnitudes[scale][name].sum() for name in directions))
+            for name in directions:
+                ranks[axis].append(int(torch.linalg.matrix_rank(matrices[name])))
+                complex_shares[axis].append(complex_share(eigenvalues[scale][name]))
         ratio = math.nan
         if energy["A"] > 0 and energy["B"] > 0:
             ratio = energy["A"] / energy["B"]
@@ -103,6 +118,9 @@ def describe_models(models: Models) -> Spectrum:
         summary["correlation"] = fmean(
             magnitude_correlation(first[name], second[name]) for name in NAMES
         )
+    for axis in AXES:
+        summary[f"rank_{axis}"] = min(ranks[axis])
+        summary[f"complex_{axis}"] = fmean(complex_shares[axis])
     summary["commutator"] = fmean(commutators)
     summary["inverse_error"] = fmean(inverse_errors)
     return Spectrum(offsets, eigenvalues, summary)
@@ -176,6 +194,16 @@ def _sort_eigenvalues(matrix: Tensor) -> Tensor:
     """Returns the complex eigenvalues (C,) of a matrix (C, C), sorted by descending magnitude."""
     eigenvalues = torch.linalg.eigvals(matrix)
     return eigenvalues[eigenvalues.abs().argsort(descending=True, stable=True)]
+
+
+def complex_share(eigenvalues: Tensor) -> float:
+    """Returns the share of eigenvalues (C,) that are not real, in [0, 1].
+
+    An imaginary part is rounding error if it is at most C ε max |λ|, where ε is that of the dtype.
+    """
+    largest = eigenvalues.abs().max()
+    tolerance = len(eigenvalues) * torch.finfo(eigenvalues.dtype).eps * largest
+    return float((eigenvalues.imag.abs() > tolerance).double().mean())
 
 
 def commutator(a: Tensor, b: Tensor) -> float:

@@ -15,12 +15,14 @@ from .loading import (
     refuse_bad_values,
     with_values,
 )
+from .missing_keys import configurable, reads_our_keys
 
 __all__ = [
     "Rules",
     "add_qbheat_config",
     "at_least",
     "check_values",
+    "configurable",
     "dump_config",
     "find_memory_format",
     "get_cfg",
@@ -28,6 +30,7 @@ __all__ = [
     "get_value",
     "load_config",
     "one_of",
+    "reads_our_keys",
     "refuse_bad_values",
     "with_values",
 ]

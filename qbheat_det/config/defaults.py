@@ -244,15 +244,15 @@ _KEYS: dict[str, dict[str, Any]] = {
         # Number of micro-batches per step and process, to save memory. SOLVER.IMS_PER_BATCH is the
         # total number of images per optimizer step.
         "ACCUMULATE": 1,
-        # Schedules in epochs. If not 0 or empty, they determine MAX_ITER, STEPS, WARMUP_ITERS and
-        # CHECKPOINT_PERIOD.
+        # Schedules in epochs. If not 0, empty or None, they determine MAX_ITER, STEPS, WARMUP_ITERS
+        # and CHECKPOINT_PERIOD.
         "EPOCHS": 0.0,
         # Fewest iterations of EPOCHS. If EPOCHS gives fewer, all numbers of iterations that are
         # computed from epochs grow by the same factor. A command that sets EPOCHS sets MIN_ITER to
         # 0.
         "MIN_ITER": 0,
         "STEP_EPOCHS": [],
-        "WARMUP_EPOCHS": 0.0,
+        "WARMUP_EPOCHS": None,  # 0: no warm-up. None: SOLVER.WARMUP_ITERS iterations
         "CHECKPOINT_EPOCHS": 0.0,
         # Batch size to which BASE_LR refers. BASE_LR is scaled to the actual batch size. 0: off.
         "REFERENCE_BATCH_SIZE": 0,

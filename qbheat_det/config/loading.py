@@ -239,9 +239,10 @@ def _read_layers(
 
 
 def switch_off_overruled_epochs(cfg: CfgNode, layers: Sequence[Mapping[str, object]]) -> None:
-    """Resets keys in epochs, in place, that a later layer overrides by iterations.
+    """Resets keys in epochs to their defaults, in place, if a layer overrides them by iterations.
 
     For example, ``SOLVER.MAX_ITER 100`` on the command line overrides ``SOLVER.EPOCHS`` in a file.
+    A layer that sets iterations, and 0 epochs beside them, means the iterations.
 
     Args:
         cfg: the config with all layers merged.
@@ -258,24 +259,24 @@ def switch_off_overruled_epochs(cfg: CfgNode, layers: Sequence[Mapping[str, obje
         for epoch_key, iteration_key in EPOCH_KEYS.items():
             sets_epochs = epoch_key in layer
             sets_iterations = iteration_key in layer
-            if sets_iterations and not sets_epochs:
+            is_on = sets_epochs and _is_on(layer[epoch_key])
+            if sets_iterations and not is_on:
                 overridden.add(epoch_key)
-            if not sets_epochs:
-                continue
-            overridden.discard(epoch_key)
-            if sets_iterations and _is_on(layer[epoch_key]) and not is_complete_config:
+            elif sets_epochs:
+                overridden.discard(epoch_key)
+            if sets_iterations and is_on and not is_complete_config:
                 raise UserError(
                     f"{epoch_key} {layer[epoch_key]} and {iteration_key} {layer[iteration_key]} "
                     "mean the same thing: leave one out"
                 )
+    defaults = get_cfg()
     for key in overridden:
         section, name = key.split(".")
-        value_type = type(cfg[section][name])
-        cfg[section][name] = value_type()  # 0.0, or an empty list
+        cfg[section][name] = defaults[section][name]
 
 
 def _is_on(value: object) -> bool:
-    """Whether a value in epochs is neither 0 nor empty. On the command line, values are text."""
+    """Whether a value in epochs is not 0, empty or None. On the command line, values are text."""
     if isinstance(value, str):
         value = ast.literal_eval(value)
     return bool(value)

@@ -26,7 +26,13 @@ from qbheat_det.checkpoint import (
     info_of,
     save_weights,
 )
-from qbheat_det.config import dump_config, find_memory_format, refuse_bad_values, with_values
+from qbheat_det.config import (
+    dump_config,
+    find_memory_format,
+    reads_our_keys,
+    refuse_bad_values,
+    with_values,
+)
 from qbheat_det.core.environment import find_commit
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
@@ -67,6 +73,7 @@ class Trainer(DefaultTrainer):
         resumed_from: checkpoint that the run was resumed from; None for a new run.
     """
 
+    @reads_our_keys
     def __init__(self, cfg: CfgNode, *, allow_partial: bool = False, fill: Fill = fill) -> None:
         """
         Args:

@@ -85,7 +85,8 @@ class DistillationTargets:
         with preserved_randomness():
             seed_place(0)  # so that a random teacher is the same in every run
             teacher = DistillationTeacher(cfg)
-            teacher.to(cfg.MODEL.DEVICE, memory_format=find_memory_format(cfg))
+            teacher.to(torch.device(cfg.MODEL.DEVICE))
+            teacher.to(memory_format=find_memory_format(cfg))
         try:
             SafeCheckpointer(teacher).load(cfg.MODEL.TEACHER.WEIGHTS)
         except UserError as error:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from detectron2.config import CfgNode, configurable
+from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import META_ARCH_REGISTRY, Backbone, build_backbone
 from timm.data import Mixup
@@ -20,6 +20,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qbheat_det.config import configurable
 from qbheat_det.core.errors import UserError
 
 from .checks import check_value

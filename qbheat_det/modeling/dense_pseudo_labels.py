@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from detectron2.config import CfgNode, configurable
+from detectron2.config import CfgNode
 from detectron2.structures import Boxes
 from detectron2.utils import comm
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.ops import generalized_box_iou_loss
+
+from qbheat_det.config import configurable
 
 from .contracts import PSEUDO_LABELS, STRONG, UNLABELLED
 from .loss_normalizer import SyncNormalizer

@@ -8,10 +8,11 @@ once, before training, and cached (``feature_cache/distillation_targets.py``).
 from typing import Any
 
 import torch
-from detectron2.config import CfgNode, configurable
+from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from torch import Tensor
 
+from qbheat_det.config import configurable
 from qbheat_det.core.errors import UserError
 
 from .backbone import TimmBackbone

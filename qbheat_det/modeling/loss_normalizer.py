@@ -11,11 +11,12 @@ import math
 from typing import Any
 
 import torch
-from detectron2.config import configurable
 from detectron2.modeling.meta_arch.dense_detector import DenseDetector
 from detectron2.structures import ImageList
 from detectron2.utils import comm
 from torch import Tensor
+
+from qbheat_det.config import configurable
 
 from .cached_images import find_cached_images
 

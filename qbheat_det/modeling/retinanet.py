@@ -11,7 +11,7 @@ In shapes, R is the number of anchors of all levels.
 from typing import Any
 
 import torch
-from detectron2.config import CfgNode, configurable
+from detectron2.config import CfgNode
 from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.modeling.meta_arch import RetinaNet
 from detectron2.structures import Boxes, Instances
@@ -19,6 +19,8 @@ from detectron2.structures.boxes import matched_pairwise_iou
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.ops import generalized_box_iou_loss
+
+from qbheat_det.config import configurable
 
 from .atss import AtssAssigner
 from .dense_pseudo_labels import DensePseudoLabelLoss, SemiSupervisedDetector

@@ -33,6 +33,10 @@ def _are_rising_epochs(values: Any) -> bool:
 
 
 _EPOCHS = (_is_number_of_epochs, "a number of epochs from 0 on")
+_EPOCHS_OR_NONE = (
+    lambda value: value is None or _is_number_of_epochs(value),
+    "a number of epochs (0 for no warm-up), or None for SOLVER.WARMUP_ITERS",
+)
 _EPOCH_RULES: Rules = {
     "SOLVER.IMS_PER_BATCH": at_least(1),
     "SOLVER.REFERENCE_BATCH_SIZE": (
@@ -48,7 +52,7 @@ _EPOCH_RULES: Rules = {
     "SOLVER.STEP_EPOCHS": (_are_rising_epochs, "epochs that rise from above 0"),
     "SOLVER.EPOCHS": _EPOCHS,
     "SOLVER.MIN_ITER": at_least(0),
-    "SOLVER.WARMUP_EPOCHS": _EPOCHS,
+    "SOLVER.WARMUP_EPOCHS": _EPOCHS_OR_NONE,
     "SOLVER.CHECKPOINT_EPOCHS": _EPOCHS,
     "TEST.EVAL_EPOCHS": _EPOCHS,
 }
@@ -100,7 +104,7 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
 
     if solver.EPOCHS:
         solver.MAX_ITER = to_iterations(solver.EPOCHS)
-    if solver.WARMUP_EPOCHS:
+    if solver.WARMUP_EPOCHS is not None:
         solver.WARMUP_ITERS = to_iterations(solver.WARMUP_EPOCHS)
     if solver.CHECKPOINT_EPOCHS:
         solver.CHECKPOINT_PERIOD = to_iterations(solver.CHECKPOINT_EPOCHS)

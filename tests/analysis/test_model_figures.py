@@ -31,6 +31,7 @@ from qbheat_det.analysis.run import FigureOptions, Run
 from qbheat_det.analysis.spectrum import (
     NAMES,
     commutator,
+    complex_share,
     describe_models,
     draw_spectrum,
     inverse_error,
@@ -77,6 +78,36 @@ def test_energies_and_inverse_errors_are_those_by_hand():
     assert inverse_error(1e-4 * forth, 1e-4 * forth) == pytest.approx(1.0, abs=1e-4)
     assert inverse_error(1e-6 * draw(5, 200), 1e-6 * draw(6, 200)) == pytest.approx(0.707, abs=0.02)
     assert math.isnan(inverse_error(0 * forth, 0 * forth))
+
+
+def test_ranks_and_complex_eigenvalues_are_those_of_the_matrices_that_were_built():
+    def build(blocks, seed):
+        """Returns float32 (12, 12) of the blocks in an orthogonal basis; zeros fill the rest."""
+        matrix = torch.zeros(12, 12, dtype=torch.float64)
+        diagonal = torch.block_diag(*blocks)
+        matrix[: len(diagonal), : len(diagonal)] = diagonal
+        basis = torch.linalg.qr(draw(seed, 12)).Q
+        return (basis @ matrix @ basis.T).float()
+
+    def turn(angle, radius):
+        """Returns the block with the eigenvalues radius * exp(±i angle)."""
+        cos, sin = math.cos(angle), math.sin(angle)
+        return radius * torch.tensor([[cos, -sin], [sin, cos]], dtype=torch.float64)
+
+    real = torch.diag(torch.tensor([3.0, -2.0, 1.0, 0.5], dtype=torch.float64))
+    matrices = {
+        "A1": build([turn(0.3, 1.0), turn(1.5, 0.1), real], 1),  # rank 8, 4 of 12 complex
+        "A2": build([turn(0.1 * k, 0.5) for k in range(1, 7)], 2),  # rank 12, all complex
+        "B1": build([real], 3),  # rank 4, none complex
+        "B2": build([turn(2.0, 1e-3), real], 4),  # rank 6, 2 of 12 complex
+    }
+    ranks = [np.linalg.matrix_rank(matrix.numpy()) for matrix in matrices.values()]
+    assert ranks == [8, 12, 4, 6]
+    summary = describe_models({"centre": (0.25, matrices)}).summary
+    assert (summary["channels"], summary["rank_A"], summary["rank_B"]) == (12, 8, 4)
+    assert summary["complex_A"] == pytest.approx((4 / 12 + 1) / 2)
+    assert summary["complex_B"] == pytest.approx((0 + 2 / 12) / 2)
+    assert complex_share(torch.zeros(3, dtype=torch.complex64)) == 0.0  # before training
 
 
 def make_models(factor):

@@ -128,8 +128,8 @@ IN_EPOCHS = {"SOLVER.EPOCHS": 12.0, "SOLVER.STEP_EPOCHS": "(8, 11)"}
         ([IN_EPOCHS, {"SOLVER.MAX_ITER": "100"}], 0.0, [8, 11]),
         ([IN_EPOCHS, {"SOLVER.STEPS": "()"}], 12.0, []),
         ([{"SOLVER.MAX_ITER": 7}, IN_EPOCHS], 12.0, [8, 11]),
-        ([IN_EPOCHS, {"SOLVER.EPOCHS": "0", "SOLVER.MAX_ITER": "5"}], 12.0, [8, 11]),
-        ([IN_EPOCHS, {"SOLVER.STEP_EPOCHS": "[]", "SOLVER.STEPS": "(5,)"}], 12.0, [8, 11]),
+        ([IN_EPOCHS, {"SOLVER.EPOCHS": "0", "SOLVER.MAX_ITER": "5"}], 0.0, [8, 11]),
+        ([IN_EPOCHS, {"SOLVER.STEP_EPOCHS": "[]", "SOLVER.STEPS": "(5,)"}], 12.0, []),
     ],
 )
 def test_iterations_of_a_later_layer_switch_the_epochs_of_an_earlier_one_off(layers, epochs, steps):

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Models split behind a shared backbone: the parts give the results of the whole models."""
 
+import copy
 from unittest.mock import Mock
 
 import numpy as np
@@ -8,11 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-from qbheat_det.checkpoint import load_run_config
+from qbheat_det.checkpoint import load_run_config, local_weights
 from qbheat_det.core.errors import UserError
+from qbheat_det.data.datasets import CELLS
 from qbheat_det.export.agreement import build_reference
 from qbheat_det.export.graph import build_exportable
-from qbheat_det.export.shared_encoder import split_models
+from qbheat_det.export.shared_encoder import _pad_maps_of, split_models
 from qbheat_det.inference.exported import SharedEncoderModel
 from qbheat_det.inference.predict import build_predictor, is_classifier
 from tests.export.tiny_models import build, make_config, save, save_photos
@@ -37,6 +39,51 @@ def test_heads_share_an_encoder_on_images_of_any_size(kind):
             torch.testing.assert_close(outputs, model(images), rtol=1e-5, atol=1e-5)
 
 
+def test_an_fpn_pads_feature_maps_and_mf_detr_reads_those_of_the_whole_image():
+    models = {name: _exportable(name) for name in ("retinanet", "mf_detr")}
+    encoder, heads = split_models(models)
+    assert set(encoder.names) == {"s8", "s16", "s16_expanded"}
+
+    def run(name, images):
+        *maps, sizes = encoder(images)
+        features = dict(zip(encoder.names, maps, strict=True))
+        return heads[name]([features[read] for read in heads[name].names], sizes)
+
+    for size in ((64, 80), (75, 90)):  # resized to 64 x 80, and to 64 x 77
+        images = torch.randint(0, 256, (2, *size, 3), dtype=torch.uint8)
+        with torch.no_grad():
+            torch.testing.assert_close(run("mf_detr", images), models["mf_detr"](images))
+            whole = models["retinanet"]
+            x, sizes = whole.preprocessing(images)
+            if size == (64, 80):  # is not padded
+                expected = whole(images)
+            else:
+                # FPN and head of the whole model, on maps that are pasted into larger ones.
+                fpn = copy.deepcopy(whole.backbone)
+                maps = {"s8": torch.zeros(2, 48, 8, 10), "s16": torch.zeros(2, 128, 4, 5)}
+                unpadded = fpn.bottom_up(x[..., :64, :77])
+                for key, feature in unpadded.items():
+                    maps[key] = torch.zeros(2, feature.shape[1], *maps[key].shape[2:])
+                    maps[key][..., : feature.shape[2], : feature.shape[3]] = feature
+                fpn.bottom_up = Mock(spec=torch.nn.Module, return_value=maps)
+                expected = whole.head(fpn(x), sizes)
+            torch.testing.assert_close(run("retinanet", images), expected)
+
+
+def test_the_reference_of_a_padded_head_is_the_detector_alone_without_padding(tmp_path):
+    weights = save(tmp_path / "run", "retinanet")
+    cfg = load_run_config(weights, device="cpu")
+    predictor = build_predictor(cfg)
+    padding_maps = _pad_maps_of(predictor, 0)
+    image = np.random.default_rng(0).integers(0, 256, (64, 80, 3), dtype=np.uint8)
+    for width, is_equal in ((80, True), (77, False)):
+        results = []
+        for each in (predictor, padding_maps):
+            reference = build_reference(each, cfg, "detection")
+            results.append(reference(image[:, :width])["scores"])
+        assert np.array_equal(*results) == is_equal
+
+
 def test_the_hash_depends_on_weights_and_preprocessing_of_the_encoder_only():
     models = (
         _exportable("two_maps", {"head_seed": 1}),
@@ -52,9 +99,9 @@ def test_the_hash_depends_on_weights_and_preprocessing_of_the_encoder_only():
 @pytest.mark.parametrize(
     ("kind", "changes", "difference"),
     [
-        ("two_maps", {"seeds": {"backbone_seed": 5}}, "coarse.weight"),
-        ("two_maps", {"INPUT__MIN_SIZE_TEST": 80}, "size of test images"),
-        ("two_maps", {"INPUT__FORMAT": "BGR"}, "INPUT.FORMAT"),
+        ("two_maps", {"seeds": {"backbone_seed": 5}}, "coarse.weight.*MODEL.BACKBONE.FREEZE_AT"),
+        ("two_maps", {"INPUT__MIN_SIZE_TEST": 80}, "size of test images.*INPUT.MIN_SIZE_TEST"),
+        ("two_maps", {"INPUT__FORMAT": "BGR"}, "INPUT.FORMAT.*channel order"),
         ("mf_detr", {}, "type of the backbone"),
     ],
 )
@@ -143,3 +190,31 @@ def test_files_in_the_folder_are_kept(tmp_path, capsys):
         arguments = ["--shared-encoder", "--weights", f"a={weights}", "--output", str(folder)]
         assert name in refuse(load_tool("export").main, [*arguments, *words], capsys)
         assert [path.read_bytes() for path in folder.iterdir()] == [b"older"]
+
+
+@pytest.mark.slow
+def test_the_two_shipped_detectors_share_one_encoder(tmp_path, capsys):
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    weights = {"retinanet": "retinanet/285M_bccd", "mf_detr": "mf_detr/211_285M_bccd"}
+    cells = Image.open(CELLS / "val" / "bloodimage_00007.jpg")
+    images = [cells, cells.crop((0, 0, 291, 225))]  # resized to 384 and 372 x 288
+    (tmp_path / "photos").mkdir()
+    for index, image in enumerate(images):
+        image.save(tmp_path / "photos" / f"{index}.png")
+    arguments = ["--shared-encoder", "--images", str(tmp_path / "photos")]
+    arguments += ["--output", str(tmp_path / "shared")]
+    for name, zoo_name in weights.items():
+        arguments += ["--weights", f"{name}=qbheat://{zoo_name}"]
+    load_tool("export").main(arguments)
+    assert "feature maps are padded instead of the image" in capsys.readouterr().out
+
+    model = SharedEncoderModel(tmp_path / "shared", device="cpu")
+    for index, image in enumerate(images):
+        pixels = np.asarray(image.convert("RGB"))
+        found = model(pixels[None])
+        for name, zoo_name in weights.items():
+            if name == "retinanet" and index == 1:
+                continue  # its own padding changes the features
+            scores = _compute_scores(local_weights(f"qbheat://{zoo_name}"), pixels)
+            np.testing.assert_allclose(_scores(found[name]), scores, atol=1e-4)

@@ -90,6 +90,21 @@ def test_config_values_out_of_range_are_named(name, words):
 
 
 @pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("MoCo", "MODEL.MOCO.IN_FEATURE"),
+        ("WassersteinDependency", "MODEL.WASSERSTEIN.IN_FEATURE"),
+        ("QBHeat", "MODEL.QB_HEAT.IN_FEATURE"),
+        ("FeatureDistillation", "MODEL.QB_HEAT.IN_FEATURE"),
+    ],
+)
+def test_a_feature_map_that_a_network_lacks_is_named_with_one_that_it_has(name, key):
+    words = f"BACKBONE.NAME timm:resnet18 {key.removeprefix('MODEL.')} s16_expanded"
+    with pytest.raises(ValueError, match=f"{key} 's16_expanded'.* such as {key} s16,"):
+        build(name, words)
+
+
+@pytest.mark.parametrize(
     ("call", "named"),
     [
         (partial(SinePositionEncoding, channels=6), "6"),

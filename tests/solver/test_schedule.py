@@ -47,6 +47,30 @@ def test_coco_in_epochs_is_what_the_paper_trains():
     assert resolved.TEST.EVAL_PERIOD == 73930
 
 
+@pytest.mark.parametrize(
+    ("opts", "iterations"),
+    [
+        ("", 1000),  # Detectron2's default
+        ("SOLVER.WARMUP_EPOCHS 0", 0),
+        ("SOLVER.WARMUP_EPOCHS 0.5", 50),
+        ("SOLVER.WARMUP_EPOCHS 0 SOLVER.WARMUP_ITERS 7", 7),
+        ("SOLVER.WARMUP_EPOCHS None SOLVER.WARMUP_ITERS 7", 7),
+    ],
+)
+def test_a_warm_up_of_no_epochs_is_none(opts, iterations):
+    cfg = load_config(None, f"SOLVER.IMS_PER_BATCH 1 SOLVER.EPOCHS 20 {opts}".split())
+    resolved = resolve_schedule(cfg, num_images=100)
+    assert resolved.SOLVER.WARMUP_ITERS == iterations
+    assert (rates(resolved)[0] == cfg.SOLVER.BASE_LR) == (iterations == 0)
+
+
+def test_no_warm_up_on_the_command_line_overrides_that_of_a_file(tmp_path):
+    for key, value in (("WARMUP_EPOCHS", 2.0), ("WARMUP_ITERS", 300)):
+        (tmp_path / "config.yaml").write_text(f"SOLVER: {{{key}: {value}}}")
+        cfg = load_config(tmp_path / "config.yaml", ["SOLVER.WARMUP_EPOCHS", "0"])
+        assert resolve_schedule(cfg, num_images=100).SOLVER.WARMUP_ITERS == 0
+
+
 def test_few_images_are_seen_more_often():
     cfg = config(EPOCHS=10.0, WARMUP_EPOCHS=0.8, IMS_PER_BATCH=8, MIN_ITER=600)
     cfg.TEST.EVAL_EPOCHS = 5.0

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from detectron2.config import CfgNode, configurable
+from detectron2.config import CfgNode
 from PIL import Image
 from timm.data.auto_augment import rand_augment_transform
 from timm.data.random_erasing import RandomErasing
@@ -29,6 +29,7 @@ from torch import Tensor
 from torchvision.transforms import RandomResizedCrop, v2
 from torchvision.transforms.v2 import functional as F
 
+from qbheat_det.config import configurable
 from qbheat_det.data.checks import DataError, check_input_keys
 from qbheat_det.data.images import Box, name_unreadable, open_image, resize
 

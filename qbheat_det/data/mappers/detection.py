@@ -24,6 +24,7 @@ from fvcore.transforms.transform import Transform
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from qbheat_det.config import reads_our_keys
 from qbheat_det.data.checks import DataError, check_input_keys
 from qbheat_det.data.images import REDUCTIONS, open_image, resize
 from qbheat_det.modeling.contracts import TILE
@@ -38,6 +39,7 @@ class DetectionMapper(UprightMapper):
     augmentations other than resize, crop and flip use Detectron2's code.
     """
 
+    @reads_our_keys
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Whether the augmentations cannot be drawn before the image is decoded.

@@ -23,7 +23,7 @@ from fvcore.nn import weight_init
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.config import with_values
+from qbheat_det.config import reads_our_keys, with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.contracts import get_encoder, pick_outputs
 
@@ -61,6 +61,7 @@ class StridedLevels(nn.Module):
 
 
 @BACKBONE_REGISTRY.register()
+@reads_our_keys
 def build_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
     """Builds an FPN on the outputs ``MODEL.FPN.IN_FEATURES`` of ``MODEL.FPN.BOTTOM_UP``.
 
@@ -98,6 +99,7 @@ def build_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
 
 
 @BACKBONE_REGISTRY.register()
+@reads_our_keys
 def build_mobile_former_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
     """Builds an FPN on a Mobile-Former, whatever the value of ``MODEL.FPN.BOTTOM_UP``."""
     cfg = with_values(cfg, {"MODEL.FPN.BOTTOM_UP": "MobileFormer"})

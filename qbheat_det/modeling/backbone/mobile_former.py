@@ -8,17 +8,19 @@ of QB-Heat defines three sizes with twelve blocks, six tokens and a last stage a
 ``mobile_former_archs.py`` lists the widths that differ from the printed tables.
 """
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from detectron2.config import CfgNode, configurable
+from detectron2.config import CfgNode
 from detectron2.layers import Conv2d, FrozenBatchNorm2d, ShapeSpec, get_norm
 from detectron2.modeling import BACKBONE_REGISTRY, Backbone
 from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qbheat_det.config import configurable
 from qbheat_det.core.errors import UserError
 from qbheat_det.layers import (
     DownMobile,
@@ -36,7 +38,7 @@ from qbheat_det.layers import (
 from qbheat_det.modeling.checks import check_value
 
 from .fpn import accept_prefixes
-from .mobile_former_archs import MOBILE_FORMER_ARCHS, BlockSpec, MobileFormerArch
+from .mobile_former_archs import MOBILE_FORMER_ARCHS, BlockSpec, MobileFormerArch, find_arch
 
 
 @BACKBONE_REGISTRY.register()
@@ -57,7 +59,7 @@ class MobileFormer(Backbone):
     def __init__(
         self,
         *,
-        arch: MobileFormerArch,
+        arch: MobileFormerArch | Mapping[str, Any] | str,
         out_features: Sequence[str],
         norm: str = "BN",
         drop_path: float = 0.0,
@@ -66,7 +68,8 @@ class MobileFormer(Backbone):
     ) -> None:
         """
         Args:
-            arch: widths of the layers. ``MOBILE_FORMER_ARCHS`` contains those of the papers.
+            arch: widths of the layers, or a name in ``MOBILE_FORMER_ARCHS``, such as "285M". In a
+                config of OmegaConf, a ``MobileFormerArch`` becomes a mapping, which fits too.
             out_features: names of the outputs.
             norm: a name for Detectron2's ``get_norm``, such as "BN".
             drop_path: stochastic depth rate of the last block. Rates increase linearly from 0.
@@ -78,6 +81,7 @@ class MobileFormer(Backbone):
             ValueError: an output name is unknown, or a number is out of range.
         """
         super().__init__()
+        arch = find_arch(arch)
         shapes = arch.output_shapes()
         known = list(shapes)
         *self._stage_names, self._expanded_name, _ = known
@@ -115,9 +119,9 @@ class MobileFormer(Backbone):
             self.last_bridge = MobileToFormer(token_dim=arch.token_dim, channels=last_channels)
         if self._expanded_name in self._out_features:
             self.expand: nn.Module = pointwise(last_channels, arch.expanded, norm)
-        # Detectron2's Backbone builds output_shape() from these two.
-        self._out_feature_channels = {name: shapes[name].channels for name in self._out_features}
-        self._out_feature_strides = {name: shapes[name].stride for name in self._out_features}
+        # Detectron2's Backbone builds output_shape() from these two for _out_features.
+        self._out_feature_channels = {name: shapes[name].channels for name in shapes}
+        self._out_feature_strides = {name: shapes[name].stride for name in shapes}
 
         self.reset_parameters()
         self.freeze(freeze_at)
@@ -160,6 +164,21 @@ class MobileFormer(Backbone):
         if self._expanded_name in self._out_features:
             outputs[self._expanded_name] = F.relu6(self.expand(x))
         return {name: outputs[name] for name in self._out_features}
+
+    def with_outputs(self, out_features: Sequence[str]) -> "MobileFormer":
+        """Returns a copy with other outputs, which has the same layers.
+
+        Raises a ``ValueError`` if a layer that an output needs was not built.
+        """
+        built = self._stage_names[: len(self.stages)]
+        for name in self._out_features:
+            if name not in built:  # the expanded map or the tokens
+                built = [*built, name]
+        if set(out_features) - set(built):
+            raise ValueError(f"this MobileFormer computes {built}, not {list(out_features)}")
+        other = copy.copy(self)
+        other._out_features = list(out_features)
+        return other
 
     def reset_parameters(self) -> None:
         """Initializes weights as in the authors' code.

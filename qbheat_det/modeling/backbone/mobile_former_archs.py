@@ -14,12 +14,14 @@ Deviations from Table 8:
   Table 5.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 from detectron2.layers import ShapeSpec
+
+from qbheat_det.core.errors import UserError
 
 BlockKind = Literal["lite", "lite_down", "down", "plain"]
 
@@ -211,3 +213,17 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
     **dict.fromkeys(("52M", "26M"), _SMALLEST),
 }
 # fmt: on
+
+
+def find_arch(arch: MobileFormerArch | Mapping[str, Any] | str) -> MobileFormerArch:
+    """Returns the widths of a network from their name, or from their fields by name.
+
+    Raises a ``UserError`` if there is no such name.
+    """
+    if isinstance(arch, MobileFormerArch):
+        return arch
+    if not isinstance(arch, str):
+        return MobileFormerArch(**arch)
+    if arch not in MOBILE_FORMER_ARCHS:
+        raise UserError(f"arch is one of {[*MOBILE_FORMER_ARCHS]}, not '{arch}'")
+    return MOBILE_FORMER_ARCHS[arch]

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from qbheat_det.config import reads_our_keys
 from qbheat_det.config.loading import TIMM_PREFIX, check_timm_name
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.checks import check_value
@@ -204,6 +205,7 @@ def _refusal(name: str, reason: str) -> UserError:
 def register_timm_backbone(name: str) -> None:
     """Registers ``timm:<name>`` with Detectron2."""
 
+    @reads_our_keys
     def build(cfg: CfgNode, input_shape: ShapeSpec) -> TimmBackbone:
         return TimmBackbone(
             name=name,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from detectron2.config import CfgNode, configurable
+from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import META_ARCH_REGISTRY, Backbone, build_backbone, detector_postprocess
 from detectron2.structures import Boxes, ImageList, Instances
@@ -20,6 +20,7 @@ from detectron2.utils import comm
 from torch import Tensor, nn
 from torchvision.ops import box_convert
 
+from qbheat_det.config import configurable
 from qbheat_det.layers import halve, padding_mask
 from qbheat_det.modeling.cached_images import find_cached_images
 from qbheat_det.modeling.checks import check_value

@@ -45,7 +45,12 @@ class PretrainingModel(ImageModel):
 
 
 def find_feature_map(
-    shapes: Mapping[str, ShapeSpec], name: str, image_size: int, *, multiple: int | None = None
+    shapes: Mapping[str, ShapeSpec],
+    name: str,
+    image_size: int,
+    *,
+    multiple: int | None = None,
+    key: str = "IN_FEATURE",
 ) -> ShapeSpec:
     """Returns channels and stride of a backbone's feature map.
 
@@ -54,15 +59,18 @@ def find_feature_map(
         name: name of the feature map.
         image_size: height and width of the images.
         multiple: if given, height and width of the feature map must be a multiple of this number.
+        key: config key of ``name``, for the error message.
 
     Raises:
         ValueError: the backbone has no such feature map, or the image size does not fit.
     """
     strides = {key: shape.stride for key, shape in shapes.items() if shape.stride}  # no tokens
     if name not in strides:
+        coarsest = max(strides, key=lambda key: strides[key] or 0, default="")
         raise ValueError(
-            f"IN_FEATURE '{name}' is no map of the backbone, which has the strides {strides}: add "
-            "it to MODEL.MOBILE_FORMER.OUT_FEATURES or MODEL.TIMM.OUT_FEATURES"
+            f"{key} '{name}' is no map of the backbone, whose maps have the strides {strides}: set "
+            f"one of them, such as {key} {coarsest}, or add a map to "
+            "MODEL.MOBILE_FORMER.OUT_FEATURES or MODEL.TIMM.OUT_FEATURES"
         )
     side = (multiple or 1) * strides[name]
     if image_size < 1 or (multiple and image_size % side):

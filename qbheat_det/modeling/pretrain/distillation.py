@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from detectron2.config import CfgNode, configurable
+from detectron2.config import CfgNode
 from detectron2.modeling import META_ARCH_REGISTRY, Backbone, build_backbone
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qbheat_det.config import configurable
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.checks import check_value
 from qbheat_det.modeling.distillation_teacher import find_teacher_shape
@@ -90,7 +91,13 @@ class FeatureDistillation(PretrainingModel):
                 dim=node.FEATURE_DIM, num_models=node.NUM_MODELS, visible=node.VISIBLE
             )
         shapes = backbone.output_shape()
-        shape = find_feature_map(shapes, node.IN_FEATURE, image_size, multiple=multiple)
+        shape = find_feature_map(
+            shapes,
+            node.IN_FEATURE,
+            image_size,
+            multiple=multiple,
+            key="MODEL.QB_HEAT.IN_FEATURE",
+        )
         grid = image_size // shape.stride
         if grid * target.stride != teacher.IMAGE_SIZE:
             raise UserError(

@@ -16,12 +16,13 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from detectron2.config import CfgNode, configurable
+from detectron2.config import CfgNode
 from detectron2.modeling import META_ARCH_REGISTRY, Backbone
 from detectron2.utils import comm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qbheat_det.config import configurable
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.checks import check_value
 
@@ -195,7 +196,7 @@ class MoCo(PretrainingModel):
             accumulate=cfg.SOLVER.ACCUMULATE,
         )
         return {
-            **embedding_from_config(cfg, node),
+            **embedding_from_config(cfg, "MOCO"),
             "queue": FeatureQueue(size=node.QUEUE_SIZE, dim=node.DIM),
             "temperature": node.TEMPERATURE,
             "momentum": node.MOMENTUM,

@@ -42,18 +42,26 @@ class ProjectionHead(nn.Module):
 
 
 def embedding_from_config(
-    cfg: CfgNode, node: CfgNode, *, multiple: int | None = None
+    cfg: CfgNode, group: str, *, multiple: int | None = None
 ) -> dict[str, Any]:
     """Returns the arguments of ``PretrainingModel``, and a ``ProjectionHead`` as "head".
 
-    ``node`` is the objective's config node with the keys ``IN_FEATURE``, ``HIDDEN_DIM`` and
-    ``DIM``. If ``multiple`` is given, height and width of the feature map must be a multiple of it.
+    ``group`` is the name of the objective's keys in ``cfg.MODEL``, such as "MOCO". Among them are
+    ``IN_FEATURE``, ``HIDDEN_DIM`` and ``DIM``. If ``multiple`` is given, height and width of the
+    feature map must be a multiple of it.
     """
+    node = cfg.MODEL[group]
     backbone = build_backbone(cfg)
     shapes = backbone.output_shape()
     image_size = cfg.INPUT.PRETRAIN.SIZE
     # Raises an error if the feature map does not fit.
-    find_feature_map(shapes, node.IN_FEATURE, image_size, multiple=multiple)
+    find_feature_map(
+        shapes,
+        node.IN_FEATURE,
+        image_size,
+        multiple=multiple,
+        key=f"MODEL.{group}.IN_FEATURE",
+    )
     return {
         "backbone": backbone,
         "head": ProjectionHead(

@@ -21,11 +21,12 @@ from itertools import product
 from typing import Any, cast
 
 import torch
-from detectron2.config import CfgNode, configurable
+from detectron2.config import CfgNode
 from detectron2.modeling import META_ARCH_REGISTRY
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qbheat_det.config import configurable
 from qbheat_det.modeling.checks import check_value
 
 from .reconstruction import ReconstructionDecoder, ReconstructionModel

@@ -15,11 +15,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from detectron2.config import CfgNode, configurable
+from detectron2.config import CfgNode
 from detectron2.modeling import META_ARCH_REGISTRY
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qbheat_det.config import configurable
 from qbheat_det.modeling.checks import check_value
 
 from .reconstruction import ReconstructionDecoder, ReconstructionModel, enlarge_mask

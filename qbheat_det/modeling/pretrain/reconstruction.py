@@ -290,7 +290,11 @@ class ReconstructionModel(PretrainingModel):
         check_value(node.FEATURE_DIM >= 1, "QB_HEAT.FEATURE_DIM", node.FEATURE_DIM, "at least 1")
         backbone = build_backbone(cfg)
         shape = find_feature_map(
-            backbone.output_shape(), node.IN_FEATURE, image_size, multiple=cls.grid_multiple
+            backbone.output_shape(),
+            node.IN_FEATURE,
+            image_size,
+            multiple=cls.grid_multiple,
+            key="MODEL.QB_HEAT.IN_FEATURE",
         )
         return {
             "backbone": backbone,

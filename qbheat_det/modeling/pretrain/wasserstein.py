@@ -19,12 +19,13 @@ gradient. Deviations from the papers (docs/objectives.md gives the reasons):
 from typing import Any, NamedTuple
 
 import torch
-from detectron2.config import CfgNode, configurable
+from detectron2.config import CfgNode
 from detectron2.modeling import META_ARCH_REGISTRY, Backbone
 from detectron2.utils import comm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qbheat_det.config import configurable
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.checks import check_value
 
@@ -180,7 +181,7 @@ class WassersteinDependency(PretrainingModel):
         node = cfg.MODEL.WASSERSTEIN
         check_equal_shares(cfg.SOLVER.IMS_PER_BATCH, comm.get_world_size())
         return {
-            **embedding_from_config(cfg, node, multiple=2),
+            **embedding_from_config(cfg, "WASSERSTEIN", multiple=2),
             "critic": LipschitzCritic(dim=node.DIM, hidden_dim=node.CRITIC_DIM),
             "form": node.FORM,
             "penalty_weight": node.PENALTY_WEIGHT,
