@@ -1,15 +1,26 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Reads files of object stores, such as s3://bucket/a.jpg, with fsspec."""
 
+import functools
+import hashlib
+import json
+import shutil
 from collections.abc import Collection
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import fsspec
 from detectron2.utils.file_io import PathManager
 from iopath.common.file_io import PathHandler
+from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from .errors import UserError
-from .text import one_line
+from .files import file_lock, get_cache_dir, write_atomically
+from .text import format_bytes, one_line
+
+_DATA_SETS = "hf://datasets/"
+_BATCH = 256  # files that are downloaded together
+_MARKS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
 
 PREFIXES = ("s3://", "gs://", "gcs://", "az://", "abfs://", "memory://")
 """Addresses that Detectron2's path manager opens with fsspec."""
@@ -61,6 +72,93 @@ def list_store(address: str, suffixes: Collection[str]) -> list[str]:
     if not found:
         raise UserError(f"'{address}' has no files with a suffix of {', '.join(sorted(suffixes))}")
     return [str(filesystem.unstrip_protocol(one)) for one in sorted(found)]
+
+
+@functools.cache  # a process lists an address once
+def fetch(path: str) -> str:
+    """Downloads a file or folder of an object store to the cache, and returns its local path.
+
+    Files that are in the cache and unchanged are not downloaded again, so an interrupted download
+    continues. Files that are no longer in the store are deleted from the cache. A path that is not
+    an address is returned unchanged.
+
+    Raises:
+        UserError: the store refuses or has no such file, the disk is too small, or a file would be
+            written outside of the cache.
+    """
+    if not (is_remote(path) or path.startswith(_DATA_SETS)):
+        return path
+    filesystem, root = open_store(path)
+    digest = hashlib.sha256(path.encode()).hexdigest()[:16]
+    folder = get_cache_dir() / "fetched" / f"{PurePosixPath(root).name}_{digest}"
+    with file_lock(f"{folder}.lock", f"Waiting for another process that downloads '{path}'"):
+        try:
+            is_file = filesystem.isfile(root)
+            found = filesystem.find(root, detail=True)
+            names = {_relative_name(name, root, path): name for name in found}
+            _download(filesystem, folder, names, found, path)
+        except (UserError, KeyboardInterrupt):
+            raise
+        except Exception as error:  # of any store's library
+            raise UserError(f"'{path}' cannot be downloaded: {one_line(error)}") from error
+    if is_file:
+        return str(folder / PurePosixPath(root).name)
+    return str(folder)
+
+
+def _relative_name(name: str, root: str, address: str) -> str:
+    """Returns the path of a file relative to the folder ``root``, or a file's own name."""
+    relative = PurePosixPath(name.strip("/"))
+    base = PurePosixPath(root.strip("/"))
+    if relative == base:
+        return relative.name
+    relative = relative.relative_to(base)
+    if ".." in relative.parts:
+        raise UserError(f"'{address}' has a file '{name}', whose name leaves the folder: rename it")
+    return str(relative)
+
+
+def _download(
+    filesystem: Any, folder: Path, names: dict[str, str], found: dict[str, Any], address: str
+) -> None:
+    """Brings a folder of the cache up to date.
+
+    ``names`` maps local names to names in the store, and ``found`` maps these to their properties.
+    """
+    if not names:
+        raise UserError(f"'{address}' does not exist, or has no files")
+    record = folder.with_name(f"{folder.name}.json")  # size and version of each downloaded file
+    known: dict[str, str] = {}
+    if record.is_file():
+        known = json.loads(record.read_text("utf-8"))
+    versions = {}
+    for local, name in names.items():
+        info = found[name]
+        marks = [str(info[mark]) for mark in _MARKS if info.get(mark)]
+        versions[local] = "|".join([str(info.get("size")), *marks])
+    missing = []
+    for local in names:
+        if known.get(local) != versions[local] or not (folder / local).is_file():
+            missing.append(local)
+    for local in known.keys() - names.keys():
+        (folder / local).unlink(missing_ok=True)
+    known = {local: known[local] for local in names if local in known and local not in missing}
+    size = sum(found[names[local]].get("size") or 0 for local in missing)
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise UserError(f"'{address}' has {format_bytes(size)}, but {format_bytes(free)} are free")
+    with tqdm(total=len(missing), unit="file", desc="downloading", disable=None) as bar:
+        for start in range(0, len(missing), _BATCH):
+            batch = missing[start : start + _BATCH]
+            targets = [folder / local for local in batch]
+            for target in targets:
+                target.parent.mkdir(parents=True, exist_ok=True)
+            filesystem.get([names[local] for local in batch], [str(target) for target in targets])
+            known.update({local: versions[local] for local in batch})
+            write_atomically(record, json.dumps(known).encode())
+            bar.update(len(batch))
+    write_atomically(record, json.dumps(known).encode())
 
 
 PathManager.register_handler(ObjectStores())

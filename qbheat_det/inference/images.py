@@ -23,8 +23,8 @@ from detectron2.data.detection_utils import convert_PIL_to_numpy
 from detectron2.utils.file_io import PathManager
 from torch import Tensor
 
-from qbheat_det.core import object_stores  # noqa: F401  # opens addresses
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.object_stores import fetch
 from qbheat_det.core.text import one_line
 from qbheat_det.data import IMAGE_FORMATS, IMAGE_SUFFIXES
 from qbheat_det.data.images import turn_upright
@@ -92,13 +92,14 @@ def is_collection(source: object) -> bool:
 def find_inputs(inputs: Sequence[str], exclude: Path | None = None) -> list[InputFile]:
     """Lists the input files, and all images and videos in the input folders and their subfolders.
 
-    In folders, hidden files are left out, and files in the folder ``exclude``, such as earlier
-    results. Raises a ``UserError`` if an input does not exist, or if no image or video is found.
+    Addresses such as s3://bucket/folder are downloaded into the cache. In folders, hidden files are
+    left out, and files in the folder ``exclude``, such as earlier results. Raises a ``UserError``
+    if an input does not exist, or if no image or video is found.
     """
     excluded = None if exclude is None else exclude.resolve()
     files: dict[Path, InputFile] = {}  # by real path, so that no file is listed twice
     for name in inputs:
-        root = Path(name)
+        root = Path(fetch(name))
         if root.is_file():
             files.setdefault(root.resolve(), InputFile(root, root.name))
             continue

@@ -28,6 +28,7 @@ from detectron2.data.datasets import register_coco_instances
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import get_cache_dir, parse_record
+from qbheat_det.core.object_stores import fetch
 from qbheat_det.core.text import format_bytes, one_line
 
 from .account import Account, Item, LeftOut
@@ -169,6 +170,8 @@ def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> Da
     if not os.path.exists(path):
         raise UserError(f"'{path}' does not exist")
     absolute = os.path.abspath(path)
+    image_root = fetch(image_root)
+    likely_root = fetch(likely_root)
     root = ""
     data_set = None
     if not os.path.isdir(path):
@@ -213,7 +216,7 @@ def open_images(paths: Sequence[str]) -> DataSource:
 
     Raises a ``UserError`` if a folder has no images.
     """
-    folders = tuple(os.path.abspath(folder) for folder in paths)
+    folders = tuple(os.path.abspath(fetch(folder)) for folder in paths)
     for folder in folders:
         check_image_folder(folder)
     source = Source(IMAGES, folders[0], folders=folders, labelled=False)
@@ -723,12 +726,15 @@ def _write_json(name: str, origin: str, content: Mapping[str, Any]) -> str:
 def unpack(path: str) -> str:
     """Unpacks a zip into the cache folder, if this has not been done before.
 
+    Downloads the data at an address such as s3://bucket/folder or s3://bucket/set.zip first.
+
     Returns the folder that has the content. If the zip has a single folder on top, returns this
     folder. Returns a path that is no zip unchanged.
 
     Raises:
         UserError: the file is not a valid zip, or is too large for the disk.
     """
+    path = fetch(path)
     if not (path.lower().endswith(".zip") and os.path.isfile(path)):
         return path
     state = os.stat(path)
