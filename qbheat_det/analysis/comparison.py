@@ -33,6 +33,8 @@ from .run import read_metrics
 
 RANDOM = "random"
 """Name of the untrained encoder, which has no pre-training."""
+DISTILL = "distill"
+"""Name of the objective that needs a teacher's weights. A comparison has it only if it is named."""
 WEIGHTS = "model_final.safetensors"
 PRETRAINING = "pretraining"
 PROBES = "probes"
@@ -121,8 +123,8 @@ class Row:
 def load_objectives(wanted: Sequence[str], opts: Sequence[str] = ()) -> list[Objective]:
     """Loads objectives by name or config file.
 
-    If ``wanted`` is empty, loads all built-in ones, "random" first. ``opts`` overrides keys of each
-    config.
+    If ``wanted`` is empty, loads all built-in ones except ``DISTILL``, "random" first. ``opts``
+    overrides keys of each config.
 
     Raises:
         UserError: an objective is unknown, repeated or has an invalid config, or two objectives
@@ -132,7 +134,8 @@ def load_objectives(wanted: Sequence[str], opts: Sequence[str] = ()) -> list[Obj
     files = {path.stem: str(path) for path in sorted(folder.glob("*.yaml"))}
     base_file = files.pop("Base-Objective")
     known = {RANDOM: base_file, **files}
-    objectives = [load_objective(word, known, opts) for word in wanted or known]
+    chosen = wanted or [name for name in known if name != DISTILL]
+    objectives = [load_objective(word, known, opts) for word in chosen]
     names = [objective.name for objective in objectives]
     if len(set(names)) < len(names):
         raise UserError(f"--objectives repeats a name: {', '.join(names)}")
