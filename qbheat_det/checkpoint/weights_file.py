@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Reads weights (``.safetensors`` or PyTorch files) and writes them, with metadata.
+"""Reads weights (``.safetensors``, PyTorch's or Detectron2's files) and writes them, with metadata.
 
 Reading never runs code from a file. All paths may also be addresses that Detectron2's path manager
-resolves, such as ``qbheat://retinanet/285M_bccd``.
+resolves, such as ``qbheat://retinanet/285M_bccd`` or ``detectron2://ImageNetPretrained/…``.
 """
 
 import dataclasses
@@ -30,6 +30,8 @@ from qbheat_det.config import dump_config
 from qbheat_det.config.loading import TIMM_PREFIX, load_yaml
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record, write_atomically
+
+from .detectron2_files import read_detectron2_file
 
 # The metadata are one JSON text under a single key, because safetensors writes several keys in
 # random order, and equal weights should give equal files.
@@ -195,13 +197,16 @@ def read_weights(path: str) -> tuple[dict[str, Tensor], WeightsInfo | None]:
 
 
 def read_weights_file(path: str) -> WeightsFile:
-    """Reads a file onto the CPU: ``.safetensors``, or PyTorch's format with any other suffix.
+    """Reads a file onto the CPU: ``.safetensors``, ``.pkl``, or PyTorch's with any other suffix.
 
     Raises a ``UserError`` if the file is missing or damaged, has no weights, or could run code.
     """
     path = check_weights_file(path)
     if _is_safetensors(path):
         file = _read_safetensors(path)
+    elif _is_pickle(path):
+        state, rest, known = read_detectron2_file(path)
+        file = WeightsFile(state, rest, WeightsInfo(**known) if known else None)
     else:
         file = _read_pytorch(path)
     for name, tensor in file.state.items():
@@ -266,11 +271,16 @@ def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo)
 
 
 def info_of(path: str) -> WeightsInfo | None:
-    """Returns the metadata of a file without reading its tensors; None if it has no metadata."""
+    """Returns the metadata of a file; None if it has no metadata.
+
+    The tensors are not read, except those of a ``.pkl`` file.
+    """
     path = check_weights_file(path)
     if _is_safetensors(path):
         with _open_safetensors(path) as opened:
             return _parse_metadata(opened.metadata())
+    if _is_pickle(path):
+        return read_weights_file(path).info
     loaded = load_pytorch(path, mmap=True)
     if not isinstance(loaded, dict):
         return None
@@ -288,11 +298,6 @@ def check_weights_file(weights: str) -> str:
 
     Raises a ``UserError`` if the path cannot be a file of weights.
     """
-    if Path(weights).suffix.lower() in {".pkl", ".pickle"}:
-        raise UserError(
-            f"'{weights}' is refused: unpickling it can run code; if you trust it, convert it "
-            "with torch.save({'model': …})"
-        )
     path = Path(local_weights(weights))
     if path.is_dir():
         raise UserError(f"'{weights}' is a folder: name a file in it, such as model_final.pth")
@@ -318,6 +323,11 @@ def load_pytorch(path: str, *, mmap: bool = False) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # a broken zip file can raise anything
         if isinstance(error, pickle.UnpicklingError) and "Unsupported global" in str(error):
+            if "numpy" in str(error):
+                raise UserError(
+                    f"'{path}' has NumPy arrays: save it with pickle.dump as a .pkl file instead, "
+                    "or convert them with torch.from_numpy before torch.save"
+                ) from error
             raise UserError(
                 f"'{path}' is refused: it has objects other than tensors, which can run code; save "
                 "only its state_dict() if you trust it"
@@ -385,3 +395,8 @@ def _is_state(value: object) -> bool:
 
 def _is_safetensors(path: str) -> bool:
     return Path(path).suffix.lower() == ".safetensors"
+
+
+def _is_pickle(path: str) -> bool:
+    """Whether a file is a plain pickle; the files of ``torch.save`` are zip files with a pickle."""
+    return Path(path).suffix.lower() in (".pkl", ".pickle") and not zipfile.is_zipfile(path)
