@@ -25,7 +25,6 @@ from qbheat_det.core.environment import find_commit
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import fingerprint_records, load_class_folders
-from qbheat_det.probing.features import count_images_seen
 from qbheat_det.tasks import DETECTION, find_task
 
 from .figures import to_json
@@ -231,7 +230,8 @@ def measure_row(comparison: Comparison, row: Row) -> dict[str, float]:
                     title += ", BN as trained"
                 measures[title] = entry["top1"]
     if PRETRAINING in row.stages and row.is_finished(PRETRAINING):
-        measures["images seen"] = float(count_images_seen(info_of(str(row.weights))) or 0)
+        info = info_of(str(row.weights))
+        measures["images seen"] = float((info and info.images_seen) or 0)
         seconds = 0.0
         num_steps = 0  # until the record before
         for record in read_metrics(row.folder / PRETRAINING / "metrics.json"):

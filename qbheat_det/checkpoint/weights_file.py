@@ -66,6 +66,8 @@ class WeightsInfo:
         iteration: the last completed iteration, from 0; -1 for weights that were not trained.
         pretrain_only_modules: names of child modules that are loaded only into a model of the same
             architecture.
+        images_seen_before: number of images seen in the runs before, from whose weights the run
+            started; 0 if it started from random weights, or the number is unknown.
     """
 
     class_names: tuple[str, ...] = ()
@@ -77,10 +79,17 @@ class WeightsInfo:
     commit: str = ""
     iteration: int = 0
     pretrain_only_modules: tuple[str, ...] = ()
+    images_seen_before: int = 0
 
     @classmethod
     def from_config(
-        cls, cfg: CfgNode, *, iteration: int, commit: str, pretrain_only_modules: Sequence[str] = ()
+        cls,
+        cfg: CfgNode,
+        *,
+        iteration: int,
+        commit: str,
+        pretrain_only_modules: Sequence[str] = (),
+        images_seen_before: int = 0,
     ) -> "WeightsInfo":
         """Builds the metadata of a run from its resolved config and the arguments."""
         return cls(
@@ -93,6 +102,7 @@ class WeightsInfo:
             commit=commit,
             iteration=iteration,
             pretrain_only_modules=tuple(pretrain_only_modules),
+            images_seen_before=images_seen_before,
         )
 
     def value_of(self, key: str) -> object:
@@ -103,6 +113,14 @@ class WeightsInfo:
                 return None
             value = value.get(part)
         return value
+
+    @property
+    def images_seen(self) -> int | None:
+        """Number of images seen in all runs: iterations x batch size. None if unknown."""
+        batch_size = self.value_of("SOLVER.IMS_PER_BATCH")
+        if not isinstance(batch_size, int):
+            return None
+        return self.images_seen_before + (self.iteration + 1) * batch_size
 
     @property
     def timm_name(self) -> str:
