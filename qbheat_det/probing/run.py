@@ -55,7 +55,6 @@ from qbheat_det.modeling.pretrain import ReconstructionModel
 from .features import (
     FrozenFeatures,
     cache_features,
-    count_images_seen,
     find_feature,
     load_backbone,
     recalibrate_bn,
@@ -161,7 +160,7 @@ class BackboneProbe:
 
             - "backbone": a file of weights, or text such as "random, seed 1".
             - "digest": a hash of the backbone's tensors.
-            - "images_seen": number of images seen in its training; None if unknown.
+            - "images_seen": number of images seen in all its trainings; None if unknown.
             - "recalibrated": number of images that BatchNorm was recalibrated on, or 0.
             - "probe": name of the probe.
             - "top1", "top5": accuracy in percent, and "top1_standard_error", "top5_standard_error".
@@ -249,7 +248,7 @@ class BackboneProbe:
         """
         backbone = self._build()
         info = load_backbone(backbone, weights)
-        self._probe(backbone, weights, count_images_seen(info))
+        self._probe(backbone, weights, info.images_seen if info else None)
         digest = _digest(backbone)
         if self.results["losses"].get(weights, {}).get("digest") == digest:
             return

@@ -13,7 +13,7 @@ from detectron2.modeling import Backbone, build_model
 from PIL import Image
 from torch import nn
 
-from qbheat_det.checkpoint import WeightsInfo, save_weights
+from qbheat_det.checkpoint import WeightsInfo, info_of, local_weights, save_weights
 from qbheat_det.config import get_cfg, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import PretrainingMapper, load_class_folders, load_image_folders
@@ -22,7 +22,6 @@ from qbheat_det.export import export_backbone
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.modeling.contracts import get_views
 from qbheat_det.probing.features import (
-    count_images_seen,
     read_whole_images,
     recalibrate_bn,
     training_records,
@@ -190,10 +189,16 @@ def test_images_seen_are_those_of_all_steps_that_went_into_the_weights():
     cfg = get_cfg()
     cfg.SOLVER.IMS_PER_BATCH = 64
     info = WeightsInfo.from_config(cfg, iteration=186, commit="")
-    assert count_images_seen(info) == 187 * 64
+    assert info.images_seen == 187 * 64
+    later = WeightsInfo.from_config(cfg, iteration=9, commit="", images_seen_before=187 * 64)
+    assert later.images_seen == 197 * 64
+    assert WeightsInfo.from_dict(later.to_dict()) == later
     converted = WeightsInfo(config="VERSION: 2")  # keys of the encoder only
-    for unknown in (None, converted, WeightsInfo(config="NO_KEY: 1", iteration=1)):
-        assert count_images_seen(unknown) is None
+    for unknown in (converted, WeightsInfo(config="NO_KEY: 1", iteration=1)):
+        assert unknown.images_seen is None
+    # Four runs, each from the weights of the one before.
+    zoo = info_of(local_weights("qbheat://distill/285M"))
+    assert zoo.images_seen == 1_436_544
 
 
 MEAN, STD = (100.0, 110.0, 120.0), (50.0, 60.0, 70.0)
