@@ -82,7 +82,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="also predict on overlapping square tiles, for small objects in large images "
         "(default: as in training; 0: whole images only)",
     )
-    add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides (at the end)")
+    parser.add_overrides("overrides of the config, such as INPUT.MIN_SIZE_TEST 1000")
     args = parser.parse_args(argv)
     if args.engine == "ray":
         if args.json or args.config_file or args.fast or not args.output:
