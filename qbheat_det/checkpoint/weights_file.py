@@ -232,8 +232,8 @@ def local_weights(path: str) -> str:
         raise
     except Exception as error:  # path handlers raise errors of many types
         raise UserError(
-            f"'{path}' cannot be fetched: {one_line(error)}; without a network, copy the file to this "
-            "machine and name its path"
+            f"'{path}' cannot be fetched: {one_line(error)}; without a network, copy the file to "
+            "this machine and name its path"
         ) from error
 
 
