@@ -19,6 +19,10 @@ examples:
   # two objectives and a config file
   qbheat compare --data flowers/train --val flowers/val \\
       --objectives qb_heat moco_v2 mine.yaml --epochs 20 --output output/comparison
+
+  # with the features of a teacher as the target; its weights are downloaded once
+  qbheat compare --data flowers/train --val flowers/val \\
+      --objectives random qb_heat distill --epochs 20 --output output/comparison
 """
 
 import argparse
@@ -51,7 +55,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="NAME|FILE",
         nargs="+",
         default=[],
-        help="names in configs/objectives, or config files (default: all)",
+        help="names in configs/objectives, or config files (default: all except distill)",
     )
     add("--epochs", type=float, required=True, help="epochs of pre-training")
     add("--seeds", type=int, nargs="+", default=[1, 2], help="seeds of pre-training (default: 1 2)")
@@ -71,10 +75,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--output", type=Path, required=True, metavar="DIR", help="folder of all results")
     add("--plan", action="store_true", help="print the commands without running them")
-    add("opts", nargs="*", default=[], metavar="KEY VALUE", help="overrides of all configs")
-    args = parser.parse_intermixed_args(argv)
-    if len(args.opts) % 2:
-        parser.error("overrides are pairs of KEY VALUE, but one has no partner")
+    parser.add_overrides("overrides of all configs, such as SOLVER.IMS_PER_BATCH 64")
+    args = parser.parse_args(argv)
     reserved = [key for key in args.opts[::2] if key in _RESERVED]
     if reserved:
         parser.error(f"{reserved[0]} is set by a flag, or by the config of the objective")

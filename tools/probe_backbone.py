@@ -6,7 +6,8 @@ Each backbone encodes all images once. Probes are trained on the training images
 validation images. L2 penalty, dropout and number of epochs are selected for each backbone on a
 held-out part of the training images. A backbone is a weights file, or a random initialization of
 the same config. QB-Heat estimates BatchNorm statistics on quarters of images. --recalibrate-bn adds
-a second row, for which they are estimated on whole training images.
+a second row, for which they are estimated on whole training images. For weights of QB-Heat and of
+random masking, the loss on the validation images is printed beside predictors without a network.
 
 examples:
   # checkpoints of a run beside two random backbones; the config comes from the weights
@@ -86,8 +87,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="memory for feature maps, which tran-1 and tran-4 keep (default: 8)",
     )
     add("--json", metavar="FILE", type=Path, help="file that is rewritten after each row")
-    add("opts", nargs="*", default=[], metavar="KEY VALUE", help="overrides of the config")
-    return parser.parse_intermixed_args(argv)
+    parser.add_overrides("overrides of the config, such as TEST.KNN.K 20")
+    return parser.parse_args(argv)
 
 
 def load(args: argparse.Namespace) -> "CfgNode":
@@ -155,7 +156,13 @@ def print_line(cells: Sequence[str]) -> None:
 
 
 def print_closing(result: dict[str, Any]) -> None:
-    """Prints the settings below the table."""
+    """Prints the losses of models that reconstruct images, and the settings, below the table."""
+    if result["losses"]:
+        print("\nLoss of masked pixels of --val images, beside predictors without a network:\n")
+    for file, losses in result["losses"].items():
+        baselines = ", ".join(f"{name} {losses[name]:.4f}" for name in ("zero", "mean", "ridge"))
+        loss = f"{losses['loss']:.4f} ± {losses['loss_standard_error']:.4f} ({baselines})"
+        print(f"{file}: loss {loss}, {losses['num_images']:,} images")
     setting = result["setting"]
     knn = setting["knn"]
     print(

@@ -44,6 +44,7 @@ FIGURES = {
     "detections": "AP by size and class, missed and wrong boxes",
     "classes": "confusion matrix of a classifier",
     "spectrum": "eigenvalues and ranks of A and B at both scales, and Table 3",
+    "beyond": "error of features that A and B carry beyond the frame",
 }
 """Descriptions by figure name, in the order of the page."""
 FLAGS: dict[str, dict[str, dict[str, Any]]] = {

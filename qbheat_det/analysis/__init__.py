@@ -14,10 +14,11 @@ def load_figures() -> dict[str, Callable[..., Figure]]:
     Each function takes a list of ``Run`` and a ``FigureOptions``. Some have keyword arguments.
     """
     # Imported here, because matplotlib takes a second to import.
-    from . import attention, curves, detections, pretraining, spectrum
+    from . import attention, beyond, curves, detections, pretraining, spectrum
 
     return {
         "attention": attention.draw_attention,
+        "beyond": beyond.draw_beyond,
         "classes": detections.draw_classes,
         "correlation": pretraining.draw_correlation,
         "curves": curves.draw_curves,

@@ -25,7 +25,6 @@ from qbheat_det.core.environment import find_commit
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import fingerprint_records, load_class_folders
-from qbheat_det.probing.features import count_images_seen
 from qbheat_det.tasks import DETECTION, find_task
 
 from .figures import to_json
@@ -33,6 +32,8 @@ from .run import read_metrics
 
 RANDOM = "random"
 """Name of the untrained encoder, which has no pre-training."""
+DISTILL = "distill"
+"""Name of the objective that needs a teacher's weights. A comparison has it only if it is named."""
 WEIGHTS = "model_final.safetensors"
 PRETRAINING = "pretraining"
 PROBES = "probes"
@@ -121,8 +122,8 @@ class Row:
 def load_objectives(wanted: Sequence[str], opts: Sequence[str] = ()) -> list[Objective]:
     """Loads objectives by name or config file.
 
-    If ``wanted`` is empty, loads all built-in ones, "random" first. ``opts`` overrides keys of each
-    config.
+    If ``wanted`` is empty, loads all built-in ones except ``DISTILL``, "random" first. ``opts``
+    overrides keys of each config.
 
     Raises:
         UserError: an objective is unknown, repeated or has an invalid config, or two objectives
@@ -132,7 +133,8 @@ def load_objectives(wanted: Sequence[str], opts: Sequence[str] = ()) -> list[Obj
     files = {path.stem: str(path) for path in sorted(folder.glob("*.yaml"))}
     base_file = files.pop("Base-Objective")
     known = {RANDOM: base_file, **files}
-    objectives = [load_objective(word, known, opts) for word in wanted or known]
+    chosen = wanted or [name for name in known if name != DISTILL]
+    objectives = [load_objective(word, known, opts) for word in chosen]
     names = [objective.name for objective in objectives]
     if len(set(names)) < len(names):
         raise UserError(f"--objectives repeats a name: {', '.join(names)}")
@@ -228,7 +230,8 @@ def measure_row(comparison: Comparison, row: Row) -> dict[str, float]:
                     title += ", BN as trained"
                 measures[title] = entry["top1"]
     if PRETRAINING in row.stages and row.is_finished(PRETRAINING):
-        measures["images seen"] = float(count_images_seen(info_of(str(row.weights))) or 0)
+        info = info_of(str(row.weights))
+        measures["images seen"] = float((info and info.images_seen) or 0)
         seconds = 0.0
         num_steps = 0  # until the record before
         for record in read_metrics(row.folder / PRETRAINING / "metrics.json"):

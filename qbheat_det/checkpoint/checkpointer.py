@@ -27,6 +27,7 @@ from qbheat_det.modeling.contracts import (
     pretrain_only_modules,
 )
 
+from .detectron2_files import HEURISTICS, match_by_suffix
 from .matching import fit_weights
 from .report import LoadReport, check_complete, check_exact
 from .weights_file import (
@@ -195,8 +196,11 @@ class SafeCheckpointer(DetectionCheckpointer):
         model = self.model
         info = file.info or WeightsInfo()
         model_state = model.state_dict()
+        stored = file.state if resuming else file.evaluated
+        if HEURISTICS in file.rest:
+            stored = match_by_suffix(stored, model_state, file=path)
         fitting, report = fit_weights(
-            file.state if resuming else file.evaluated,
+            stored,
             model_state,
             file=path,
             old_classes=info.class_names,

@@ -47,6 +47,10 @@ def load_run_config(
     weights = find_weights(weights)
     if config_file:
         cfg = load_config(config_file, opts)
+        info = info_of(weights) if weights else None
+        if info is not None and not cfg.MODEL.CLASS_NAMES:
+            cfg.MODEL.CLASS_NAMES = list(info.class_names)
+            cfg.MODEL.CATEGORY_IDS = list(info.category_ids)
     else:
         cfg = _load_config_of_weights(weights, opts)
     if device is None and "MODEL.DEVICE" in opts[::2]:

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Reads weights (``.safetensors`` or PyTorch files) and writes them, with metadata.
+"""Reads weights (``.safetensors``, PyTorch's or Detectron2's files) and writes them, with metadata.
 
 Reading never runs code from a file. All paths may also be addresses that Detectron2's path manager
-resolves, such as ``qbheat://retinanet/285M_bccd``.
+resolves, such as ``qbheat://retinanet/285M_bccd`` or ``detectron2://ImageNetPretrained/…``.
 """
 
 import dataclasses
@@ -30,6 +30,8 @@ from qbheat_det.config import dump_config
 from qbheat_det.config.loading import TIMM_PREFIX, load_yaml
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record, write_atomically
+
+from .detectron2_files import read_detectron2_file
 
 # The metadata are one JSON text under a single key, because safetensors writes several keys in
 # random order, and equal weights should give equal files.
@@ -64,6 +66,8 @@ class WeightsInfo:
         iteration: the last completed iteration, from 0; -1 for weights that were not trained.
         pretrain_only_modules: names of child modules that are loaded only into a model of the same
             architecture.
+        images_seen_before: number of images seen in the runs before, from whose weights the run
+            started; 0 if it started from random weights, or the number is unknown.
     """
 
     class_names: tuple[str, ...] = ()
@@ -75,10 +79,17 @@ class WeightsInfo:
     commit: str = ""
     iteration: int = 0
     pretrain_only_modules: tuple[str, ...] = ()
+    images_seen_before: int = 0
 
     @classmethod
     def from_config(
-        cls, cfg: CfgNode, *, iteration: int, commit: str, pretrain_only_modules: Sequence[str] = ()
+        cls,
+        cfg: CfgNode,
+        *,
+        iteration: int,
+        commit: str,
+        pretrain_only_modules: Sequence[str] = (),
+        images_seen_before: int = 0,
     ) -> "WeightsInfo":
         """Builds the metadata of a run from its resolved config and the arguments."""
         return cls(
@@ -91,6 +102,7 @@ class WeightsInfo:
             commit=commit,
             iteration=iteration,
             pretrain_only_modules=tuple(pretrain_only_modules),
+            images_seen_before=images_seen_before,
         )
 
     def value_of(self, key: str) -> object:
@@ -101,6 +113,14 @@ class WeightsInfo:
                 return None
             value = value.get(part)
         return value
+
+    @property
+    def images_seen(self) -> int | None:
+        """Number of images seen in all runs: iterations x batch size. None if unknown."""
+        batch_size = self.value_of("SOLVER.IMS_PER_BATCH")
+        if not isinstance(batch_size, int):
+            return None
+        return self.images_seen_before + (self.iteration + 1) * batch_size
 
     @property
     def timm_name(self) -> str:
@@ -177,13 +197,16 @@ def read_weights(path: str) -> tuple[dict[str, Tensor], WeightsInfo | None]:
 
 
 def read_weights_file(path: str) -> WeightsFile:
-    """Reads a file onto the CPU: ``.safetensors``, or PyTorch's format with any other suffix.
+    """Reads a file onto the CPU: ``.safetensors``, ``.pkl``, or PyTorch's with any other suffix.
 
     Raises a ``UserError`` if the file is missing or damaged, has no weights, or could run code.
     """
     path = check_weights_file(path)
     if _is_safetensors(path):
         file = _read_safetensors(path)
+    elif _is_pickle(path):
+        state, rest, known = read_detectron2_file(path)
+        file = WeightsFile(state, rest, WeightsInfo(**known) if known else None)
     else:
         file = _read_pytorch(path)
     for name, tensor in file.state.items():
@@ -248,11 +271,16 @@ def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo)
 
 
 def info_of(path: str) -> WeightsInfo | None:
-    """Returns the metadata of a file without reading its tensors; None if it has no metadata."""
+    """Returns the metadata of a file; None if it has no metadata.
+
+    The tensors are not read, except those of a ``.pkl`` file.
+    """
     path = check_weights_file(path)
     if _is_safetensors(path):
         with _open_safetensors(path) as opened:
             return _parse_metadata(opened.metadata())
+    if _is_pickle(path):
+        return read_weights_file(path).info
     loaded = load_pytorch(path, mmap=True)
     if not isinstance(loaded, dict):
         return None
@@ -270,11 +298,6 @@ def check_weights_file(weights: str) -> str:
 
     Raises a ``UserError`` if the path cannot be a file of weights.
     """
-    if Path(weights).suffix.lower() in {".pkl", ".pickle"}:
-        raise UserError(
-            f"'{weights}' is refused: unpickling it can run code; if you trust it, convert it "
-            "with torch.save({'model': …})"
-        )
     path = Path(local_weights(weights))
     if path.is_dir():
         raise UserError(f"'{weights}' is a folder: name a file in it, such as model_final.pth")
@@ -300,6 +323,11 @@ def load_pytorch(path: str, *, mmap: bool = False) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # a broken zip file can raise anything
         if isinstance(error, pickle.UnpicklingError) and "Unsupported global" in str(error):
+            if "numpy" in str(error):
+                raise UserError(
+                    f"'{path}' has NumPy arrays: save it with pickle.dump as a .pkl file instead, "
+                    "or convert them with torch.from_numpy before torch.save"
+                ) from error
             raise UserError(
                 f"'{path}' is refused: it has objects other than tensors, which can run code; save "
                 "only its state_dict() if you trust it"
@@ -367,3 +395,8 @@ def _is_state(value: object) -> bool:
 
 def _is_safetensors(path: str) -> bool:
     return Path(path).suffix.lower() == ".safetensors"
+
+
+def _is_pickle(path: str) -> bool:
+    """Whether a file is a plain pickle; the files of ``torch.save`` are zip files with a pickle."""
+    return Path(path).suffix.lower() in (".pkl", ".pickle") and not zipfile.is_zipfile(path)

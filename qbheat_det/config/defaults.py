@@ -47,6 +47,7 @@ _KEYS: dict[str, dict[str, Any]] = {
         # MODEL.FPN.IN_FEATURES replaces the OUT_FEATURES of that backbone.
         "BOTTOM_UP": "MobileFormer",
         # Number of strided levels above the coarsest map: with 3, "s8" and "s16" give P3 to P7.
+        # Levels that no head reads are left out.
         "TOP_LEVELS": 3,
     },
     "MODEL.TIMM": {

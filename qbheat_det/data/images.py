@@ -123,13 +123,28 @@ def open_image(path: str) -> Iterator[ImageFile]:
 
     Raises an ``UnidentifiedImageError`` for other files. Broken files raise exceptions of any type.
     """
-    with PathManager.open(path, "rb") as file:
-        try:
-            image = Image.open(file, formats=IMAGE_FORMATS)
-        except UnidentifiedImageError:  # Pillow's message is about the open stream
-            raise UnidentifiedImageError("not an image") from None
-        with image:
-            yield ImageFile(file, image)
+    with PathManager.open(path, "rb") as file, _open_stream(file) as image:
+        yield ImageFile(file, image)
+
+
+@contextmanager
+def open_in_format(path: str) -> Iterator[Image.Image]:
+    """Context that opens an image file with Pillow, in one of ``IMAGE_FORMATS``.
+
+    Other formats may run programs, such as Ghostscript for EPS. Raises an
+    ``UnidentifiedImageError`` for them.
+    """
+    with PathManager.open(path, "rb") as file, _open_stream(file) as image:
+        yield image
+
+
+def _open_stream(file: BinaryIO) -> Image.Image:
+    try:
+        return Image.open(file, formats=IMAGE_FORMATS)
+    except UnidentifiedImageError:  # Pillow's message is about the open stream
+        raise UnidentifiedImageError(
+            f"not an image in one of the formats {', '.join(IMAGE_FORMATS)}"
+        ) from None
 
 
 def resize(pixels: Tensor, height: int, width: int) -> Tensor:
@@ -173,13 +188,13 @@ def read_image(path: str, format: str | None = None) -> npt.NDArray[Any]:
     """Reads an image like Detectron2's ``read_image``, but turns each image upright exactly once.
 
     Args:
-        path: the file, in any format that Pillow can read.
+        path: the file, in one of ``IMAGE_FORMATS``.
         format: a mode of Pillow such as "RGB" or "L", "BGR", or "YUV-BT.601".
 
     Returns:
         The pixels (H, W, C), uint8 if ``format`` is "RGB", "BGR" or "L".
     """
-    with PathManager.open(path, "rb") as file, Image.open(file) as image:
+    with open_in_format(path) as image:
         return convert_PIL_to_numpy(turn_upright(image), format)
 
 
@@ -285,7 +300,7 @@ def is_readable(record: dict[str, Any]) -> bool:
 
 def check_depth(path: str) -> None:
     """Raises a ``ValueError`` if pixels have more than 8 bits. Detectron2 would clip them."""
-    with PathManager.open(path, "rb") as file, Image.open(file) as image:
+    with open_in_format(path) as image:
         if image.mode[0] in "IF":
             raise ValueError(_CLIPPED.format(image.mode))
 
@@ -312,10 +327,10 @@ def _find_decoding_error(path: str, record: dict[str, Any], where: str) -> DataE
         where: name of the image, for the error.
     """
     try:
-        with PathManager.open(path, "rb") as file, Image.open(file) as image:
+        with open_in_format(path) as image:
             mode = image.mode
     except Exception as error:
-        reason = f"the file is no image that Pillow can read: {one_line(error)}"
+        reason = f"it cannot be opened: {one_line(error)}"
         return DataError("unreadable image", where, reason)
     if mode[0] in "IF":
         return DataError("image of more than 8 bits", where, _CLIPPED.format(mode))
@@ -347,5 +362,5 @@ def _read_size(path: str) -> "Size | DataError":
         with open_image(path) as image:
             return image.width, image.height
     except Exception as error:
-        reason = f"the file is no image that Pillow can read: {one_line(error)}"
+        reason = f"it cannot be opened: {one_line(error)}"
         return DataError("unreadable image", f"image {path!r}", reason)

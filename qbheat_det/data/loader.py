@@ -19,8 +19,9 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetFromList
 from detectron2.data.build import trivial_batch_collator
-from detectron2.data.samplers import TrainingSampler
+from detectron2.data.samplers import RepeatFactorTrainingSampler, TrainingSampler
 from detectron2.utils import comm
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from qbheat_det.core.errors import UserError
@@ -69,6 +70,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         num_workers: int = 0,
         seed: int = 0,
         pin_memory: bool = False,
+        repeat_factors: Tensor | None = None,
         unlabelled: "TrainStream | None" = None,
     ) -> None:
         """
@@ -83,6 +85,8 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             num_workers: number of worker processes. 0 loads images in this process.
             seed: seed of the order and the augmentation.
             pin_memory: return tensors in pinned memory.
+            repeat_factors: how often each image is drawn, relative to an image without rare
+                classes (N,); None for once. Fractions are rounded at random.
             unlabelled: stream of unlabelled images; None for supervised training.
 
         Raises:
@@ -107,6 +111,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         self._num_dataset_files = self.num_files
         self._skipped: dict[str, DataError] = {}
         self._pin_memory = pin_memory
+        self._repeat_factors = repeat_factors
         self._is_wide: np.ndarray | None = None
         if aspect_ratio_grouping:
             self._is_wide = _are_wide(dataset)
@@ -176,8 +181,11 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
 
     def batches(self) -> Iterator[list[Entry]]:
         """Yields the images of each step, of all processes together, from the step ``start`` on."""
-        # ``__iter__`` of Detectron2's sampler would yield only this process's indices.
-        sampler = TrainingSampler(len(self.dataset), seed=self.seed)
+        if self._repeat_factors is None:
+            sampler = TrainingSampler(len(self.dataset), seed=self.seed)
+        else:
+            sampler = RepeatFactorTrainingSampler(self._repeat_factors, seed=self.seed)
+        # ``__iter__`` of Detectron2's samplers would yield only this process's indices.
         entries = enumerate(sampler._infinite_indices())
         if self._is_wide is None:
             batches = _group_in_order(entries, self.batch_size)
@@ -252,10 +260,10 @@ def build_train_stream(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> Train
         dataset: records of the training images.
 
     Raises:
-        UserError: there are no images, or ``DATALOADER.SAMPLER_TRAIN`` is not "TrainingSampler".
+        UserError: there are no images, or ``DATALOADER.SAMPLER_TRAIN`` is unknown or does not fit
+            the images.
     """
-    if cfg.DATALOADER.SAMPLER_TRAIN != "TrainingSampler":
-        raise UserError("DATALOADER.SAMPLER_TRAIN must be TrainingSampler")
+    repeat_factors = find_repeat_factors(cfg, dataset)
     mapper: Mapper = build_mapper(cfg, is_train=True)
     if cfg.INPUT.FIXED_VIEWS.COUNT:
         mapper = FixedViews(mapper, cfg.INPUT.FIXED_VIEWS.COUNT, cfg.INPUT.FIXED_VIEWS.SEED)
@@ -278,8 +286,37 @@ def build_train_stream(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> Train
         mapper=mapper,
         batch_size=cfg.SOLVER.IMS_PER_BATCH,
         aspect_ratio_grouping=cfg.DATALOADER.ASPECT_RATIO_GROUPING,
+        repeat_factors=repeat_factors,
         unlabelled=unlabelled,
         **settings,
+    )
+
+
+def find_repeat_factors(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> Tensor | None:
+    """Returns how often ``DATALOADER.SAMPLER_TRAIN`` draws each image (N,); None for once."""
+    node = cfg.DATALOADER
+    if node.SAMPLER_TRAIN == "TrainingSampler":
+        return None
+    if node.SAMPLER_TRAIN != "RepeatFactorTrainingSampler":
+        raise UserError(
+            f"DATALOADER.SAMPLER_TRAIN is {node.SAMPLER_TRAIN}, but only TrainingSampler and "
+            "RepeatFactorTrainingSampler can be resumed exactly"
+        )
+    if node.REPEAT_THRESHOLD <= 0:
+        raise UserError(
+            "DATALOADER.SAMPLER_TRAIN RepeatFactorTrainingSampler needs a "
+            "DATALOADER.REPEAT_THRESHOLD above 0: classes in a smaller share of the images are rare"
+        )
+    if any("annotations" not in entry for entry in dataset):
+        raise UserError(
+            "DATALOADER.SAMPLER_TRAIN RepeatFactorTrainingSampler needs images with boxes: use "
+            "TrainingSampler"
+        )
+    options = {}
+    if "REPEAT_SQRT" in node:  # a key of Detectron2 after 0.6
+        options["sqrt"] = node.REPEAT_SQRT
+    return RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(
+        dataset, node.REPEAT_THRESHOLD, **options
     )
 
 

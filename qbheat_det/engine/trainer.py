@@ -127,6 +127,7 @@ class Trainer(DefaultTrainer):
             **checkpointables,
         )
         self.resumed_from: str | None = None
+        self._images_seen_before = 0  # in the runs that trained the weights of the start
         self.start_iter = 0
         self.max_iter = cfg.SOLVER.MAX_ITER
         build_test_loader = (self.cached_features or self.targets or self).build_test_loader
@@ -164,12 +165,15 @@ class Trainer(DefaultTrainer):
                 logger.warning(f"There is no run in '{self.cfg.OUTPUT_DIR}': starting a new one")
             warn_of_weights(self.bare_model, self.cfg)
             self.checkpointer.load(self.cfg.MODEL.WEIGHTS, checkpointables=[])
+            if self.checkpointer.info is not None:
+                self._images_seen_before = self.checkpointer.info.images_seen or 0
             if self._average:
                 self._average.set(self.bare_model)
             return
         self.resumed_from = self.checkpointer.find_checkpoint_to_resume()
         info = info_of(self.resumed_from)
         saved = info.config if info else ""
+        self._images_seen_before = info.images_seen_before if info else 0
         before = check_same_config(saved, self.cfg)
         self.checkpointer.resume(self.resumed_from)
         self.start_iter = self.iter + 1
@@ -291,6 +295,7 @@ class Trainer(DefaultTrainer):
             iteration=self.iter,
             commit=find_commit(),
             pretrain_only_modules=pretrain_only_modules(self.bare_model),
+            images_seen_before=self._images_seen_before,
         )
 
     @classmethod

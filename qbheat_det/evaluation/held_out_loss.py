@@ -12,6 +12,8 @@ from detectron2.utils import comm
 
 from qbheat_det.core.errors import UserError
 
+from .baselines import ReconstructionBaselines
+
 
 class HeldOutLossEvaluator(DatasetEvaluator):
     """Averages the per-image loss of a pre-training model over a dataset.
@@ -23,15 +25,19 @@ class HeldOutLossEvaluator(DatasetEvaluator):
       there are no such views, the key is missing.
     - "loss" is the mean over images. The loss of an image is the mean over its views.
     - "loss_standard_error" is the standard error of "loss".
+    - "zero", "mean" and "ridge" are the losses of predictors without a network, see
+      ``ReconstructionBaselines``. If the model does not reconstruct patches, the keys are missing.
     """
 
     def __init__(self, dataset_name: str) -> None:
         self._dataset_name = dataset_name
         self._name = "reconstruction"  # of the loss; ``process`` sets it
         self._losses: list[tuple[str, str, float]] = []  # image, view, loss
+        self._baselines = ReconstructionBaselines()
 
     def reset(self) -> None:
         self._losses = []
+        self._baselines.reset()
 
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
         """Adds a batch. Raises a ``UserError`` if the model returns no loss."""
@@ -44,16 +50,18 @@ class HeldOutLossEvaluator(DatasetEvaluator):
         (name,) = names
         self._name = name.removeprefix("loss_")
         losses = torch.stack([output[name] for output in outputs]).double().tolist()
-        for entry, output, loss in zip(inputs, outputs, losses, strict=True):
+        images = [str(entry.get("image_id", entry.get("file_name"))) for entry in inputs]
+        self._baselines.process(images, outputs)
+        for image, output, loss in zip(images, outputs, losses, strict=True):
             view = output.get("place", "")  # position of the visible quarter, or ""
             if view not in ("", "centre"):
                 view = "corner"  # for the evaluation, all four corners are alike
-            image = str(entry.get("image_id", entry.get("file_name")))
             self._losses.append((image, view, loss))
 
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Gathers all losses. Returns results on the main process, and ``{}`` on others."""
         parts = comm.gather(self._losses, dst=0)
+        baselines = self._baselines.evaluate()
         if not comm.is_main_process():
             return {}
         # Sorted, so that results are bit-identical to those of one process.
@@ -72,4 +80,5 @@ class HeldOutLossEvaluator(DatasetEvaluator):
             mean = statistics.fmean(image_losses)
         if len(image_losses) > 1 and math.isfinite(mean):
             error = statistics.stdev(image_losses, xbar=mean) / math.sqrt(len(image_losses))
-        return {self._name: {**results, "loss": mean, "loss_standard_error": error}}
+        results |= {"loss": mean, "loss_standard_error": error, **baselines}
+        return {self._name: results}

@@ -19,6 +19,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.cached_images import CachedImages
 from qbheat_det.modeling.contracts import (
     PreparesImages,
+    get_pixel_format,
     keeps_backbone_in_eval,
     optional_modules,
     prepare_backbone_inputs,
@@ -55,6 +56,7 @@ class CachedBackbone(Backbone):
         self._shared = _Shared(encoder)
         # Weights files may contain these parts even if the config does not use them.
         self.optional_modules = tuple(optional_modules(encoder))
+        self.input_format = get_pixel_format(encoder)  # with which weights are compared
 
     @property
     def encoder(self) -> Backbone:

@@ -11,6 +11,7 @@ these on an ``nn.Module`` from Python 3.12 on.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -200,6 +201,25 @@ def prepare_backbone_inputs(model: PreparesImages, batched_inputs: BatchedInputs
     if is_padded and masks_padding(model):
         return [images.tensor, torch.tensor(images.image_sizes, device=images.tensor.device)]
     return [images.tensor]
+
+
+PATCHES = "patches"
+"""Key of ``MaskedPatches`` in the result for an image, if a model reconstructs its patches."""
+
+
+@dataclass(frozen=True)
+class MaskedPatches:
+    """The L patches of an image, each with P = 3 * patch_size ** 2 values, channel by channel.
+
+    Attributes:
+        pixels: normalized pixels, (L, P).
+        target: what the model predicts, (L, P), such as the pixels scaled to variance 1.
+        visible: mask (L,), True at patches that the encoder sees. The others are predicted.
+    """
+
+    pixels: Tensor
+    target: Tensor
+    visible: Tensor
 
 
 def needs_targets(model: nn.Module) -> bool:

@@ -298,13 +298,3 @@ def find_feature(backbone: Backbone, wanted: str = "") -> str:
     if wanted not in strides:
         raise UserError(f"the backbone has no map '{wanted}', but {', '.join(strides)}")
     return wanted
-
-
-def count_images_seen(info: WeightsInfo | None) -> int | None:
-    """Returns the number of images seen in training: iterations x batch size. None if unknown."""
-    if info is None:
-        return None
-    batch_size = info.value_of("SOLVER.IMS_PER_BATCH")
-    if not isinstance(batch_size, int):
-        return None
-    return (info.iteration + 1) * batch_size

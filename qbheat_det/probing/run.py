@@ -19,10 +19,16 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.modeling import Backbone
+from detectron2.modeling import META_ARCH_REGISTRY, Backbone, build_model
 from torch import Tensor
 from tqdm import tqdm
 
+from qbheat_det.checkpoint import (
+    ExactCheckpointer,
+    holds_backbone_alone,
+    info_of,
+    load_run_config,
+)
 from qbheat_det.config import find_memory_format
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import hash_tensors, write_atomically
@@ -35,14 +41,20 @@ from qbheat_det.data import (
     join_messages,
     load_class_folders,
 )
-from qbheat_det.evaluation import measure_ranks, rank_true_class, rank_true_classes
+from qbheat_det.data.image_batches import with_views
+from qbheat_det.evaluation import (
+    HeldOutLossEvaluator,
+    measure_ranks,
+    rank_true_class,
+    rank_true_classes,
+)
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
-from qbheat_det.modeling.contracts import normalise_pixels
+from qbheat_det.modeling.contracts import get_views, normalise_pixels
+from qbheat_det.modeling.pretrain import ReconstructionModel
 
 from .features import (
     FrozenFeatures,
     cache_features,
-    count_images_seen,
     find_feature,
     load_backbone,
     recalibrate_bn,
@@ -57,6 +69,7 @@ PROBES = ("knn", "linear", "tran-1", "tran-4")
 
 _TRANSFORMER = re.compile(r"tran-([1-9]\d?)")
 _DELAY = 2.0  # seconds before a progress bar appears
+_MAX_LOSS_IMAGES = 1024
 _DIGITS = 12  # length of the hash of a backbone's weights
 
 
@@ -141,12 +154,13 @@ class BackboneProbe:
 
     Attributes:
         results: the content of the JSON file. "setting" are the settings that affect results.
-            "skipped_images" is the number of unreadable images. "rows" has one dict per backbone
-            and probe, with these keys:
+            "skipped_images" is the number of unreadable images. "losses" has the result of
+            ``measure_held_out_loss`` and the backbone's "digest" for each file with a model that
+            reconstructs images. "rows" has one dict per backbone and probe, with these keys:
 
             - "backbone": a file of weights, or text such as "random, seed 1".
             - "digest": a hash of the backbone's tensors.
-            - "images_seen": number of images seen in its training; None if unknown.
+            - "images_seen": number of images seen in all its trainings; None if unknown.
             - "recalibrated": number of images that BatchNorm was recalibrated on, or 0.
             - "probe": name of the probe.
             - "top1", "top5": accuracy in percent, and "top1_standard_error", "top5_standard_error".
@@ -189,6 +203,7 @@ class BackboneProbe:
         records = load_class_folders(train_folder, val_folder)
         self._cfg = cfg
         self._probes = list(dict.fromkeys(probes))
+        self._val_records = records[1]
         self._sizes = [len(part) for part in records]  # number of training, validation images
         self._images: list[ImageBatches] = []  # training images, validation images
         for part in records:
@@ -233,7 +248,14 @@ class BackboneProbe:
         """
         backbone = self._build()
         info = load_backbone(backbone, weights)
-        self._probe(backbone, weights, count_images_seen(info))
+        self._probe(backbone, weights, info.images_seen if info else None)
+        digest = _digest(backbone)
+        if self.results["losses"].get(weights, {}).get("digest") == digest:
+            return
+        loss = measure_held_out_loss(weights, self._val_records, device=self._cfg.MODEL.DEVICE)
+        if loss:
+            self.results["losses"][weights] = {"digest": digest, **loss}
+            self._write()
 
     def probe_random(self, seed: int) -> None:
         """Probes a backbone with random weights, which ``seed`` determines."""
@@ -250,7 +272,7 @@ class BackboneProbe:
     def _probe(self, backbone: Backbone, name: str, images_seen: int | None) -> None:
         """Adds the missing rows of a backbone, and then those with recalibrated BatchNorm."""
         backbone.eval()
-        digest = hash_tensors(backbone.state_dict())[:_DIGITS]
+        digest = _digest(backbone)
         variants = [False]
         if self._num_recalibrated:
             variants = [False, True]
@@ -299,6 +321,9 @@ class BackboneProbe:
         """
         kept_rows = [old for old in self.results["rows"] if _identify(old) != _identify(row)]
         self.results["rows"] = [*kept_rows, row]
+        self._write()
+
+    def _write(self) -> None:
         if self._file is not None:
             write_atomically(self._file, json.dumps(self.results, indent=1).encode())
 
@@ -361,6 +386,49 @@ class BackboneProbe:
         return train, val
 
 
+def measure_held_out_loss(
+    weights: str, records: Sequence[dict[str, Any]], *, device: str
+) -> dict[str, float]:
+    """Returns the loss of a model that reconstructs masked images, and that of its baselines.
+
+    The results are those of ``HeldOutLossEvaluator``, on up to ``_MAX_LOSS_IMAGES`` of the images,
+    and "num_images". The dict is empty if the file has no such model with its config.
+    """
+    info = info_of(weights)
+    if info is None or not info.config or holds_backbone_alone(weights):
+        return {}
+    cfg = load_run_config(weights, device=device)
+    name = cfg.MODEL.META_ARCHITECTURE
+    if not issubclass(META_ARCH_REGISTRY.get(name), ReconstructionModel):
+        return {}
+    model = build_model(cfg).eval()
+    try:
+        ExactCheckpointer(model).load(weights)
+    except UserError as error:
+        logger.warning(f"'{weights}' has no loss, only probes of its backbone: {error}")
+        return {}
+    number = min(len(records), _MAX_LOSS_IMAGES)
+    # Evenly spaced, because the records are sorted by class.
+    chosen = [records[index * len(records) // number] for index in range(number)]
+    batches = ImageBatches(
+        with_views(chosen, get_views(cfg).values()),
+        mapper=PretrainingMapper(cfg, is_train=False),
+        num_workers=cfg.DATALOADER.NUM_WORKERS,
+        shared=False,
+    )
+    evaluator = HeldOutLossEvaluator("--val")
+    with torch.no_grad():
+        for batch in tqdm(batches, desc=f"loss, {weights[-34:]}", unit=" batches", delay=_DELAY):
+            evaluator.process(batch, model(batch))
+    results = evaluator.evaluate()["reconstruction"]
+    return {**results, "num_images": len(chosen) - len(batches.skipped)}
+
+
+def _digest(backbone: Backbone) -> str:
+    """Returns a hash of the backbone's tensors."""
+    return hash_tensors(backbone.state_dict())[:_DIGITS]
+
+
 def _identify(row: Row) -> tuple[str, bool, str]:
     """Returns the backbone, whether it was recalibrated, and the probe, which identify a row."""
     return row["backbone"], bool(row["recalibrated"]), row["probe"]
@@ -373,7 +441,7 @@ def _read_results(file: Path | None, setting: dict[str, Any]) -> dict[str, Any]:
     """
     setting = json.loads(json.dumps(setting))  # as in a file, where tuples are lists
     if file is None or not file.exists():
-        return {"setting": setting, "skipped_images": 0, "rows": []}
+        return {"setting": setting, "skipped_images": 0, "losses": {}, "rows": []}
     try:
         results = json.loads(file.read_text(encoding="utf-8"))
         stored = dict(results["setting"])
@@ -389,4 +457,4 @@ def _read_results(file: Path | None, setting: dict[str, Any]) -> dict[str, Any]:
             f"'{file}' has scores of another setting ({', '.join(changed)}): use another file, "
             "or remove it"
         )
-    return dict(results)
+    return {"losses": {}, **results}

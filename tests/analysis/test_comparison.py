@@ -81,6 +81,15 @@ def test_commands_are_those_that_a_person_would_type(ask, folders, tmp_path):
     assert jobs[3][0].settings["SOLVER.IMS_PER_BATCH"] == 8
 
 
+def test_distillation_is_compared_if_it_is_named():
+    names = [objective.name for objective in load_objectives([])]
+    assert names[0] == "random"
+    assert "distill" not in names
+    assert "mask_token" in names
+    _, distill = load_objectives(["qb_heat", "distill"])
+    assert distill.cfg.MODEL.META_ARCHITECTURE == "FeatureDistillation"
+
+
 def test_other_encoders_and_images_are_refused(tmp_path):
     path = tmp_path / "own.yaml"
     for content, key in (
@@ -107,7 +116,8 @@ def test_the_tool_refuses_what_cannot_be_compared_before_anything_runs(folders, 
         ("--epochs 0", "--epochs"),
         ("--seeds 1 1", "--seeds"),
         ("SEED 3", "SEED"),
-        ("SOLVER.BASE_LR", "partner"),
+        ("SOLVER.BASE_LR", "SOLVER.BASE_LR has no value"),
+        ("solver.base_lr", "partner"),
         ("SOLVER.BASE_RATE 1", "SOLVER.BASE_RATE"),
         ("--val NONE", "NONE"),
     ):

@@ -19,6 +19,7 @@ from qbheat_det.analysis.attention import (
     list_blocks,
     read_bridges,
 )
+from qbheat_det.analysis.beyond import carry, draw_beyond, find_generator, measure_errors
 from qbheat_det.analysis.figures import NotApplicable
 from qbheat_det.analysis.plotting import to_rgb
 from qbheat_det.analysis.pretraining import (
@@ -223,6 +224,69 @@ def test_runs_are_compared_on_the_same_images_in_a_chart_for_each_map(tiny, phot
     assert b"untrained" in first.content
     assert b"retinanet" not in first.content
     assert b"retinanet" in second.content
+
+
+def test_a_generator_gives_the_learned_step_and_its_square_root():
+    step, identity = 0.08 * draw(8), torch.eye(DIM, dtype=torch.float64)
+    generator = find_generator(step, 0.25)
+    assert_close(carry(identity, generator, 0.25).T, identity + step)
+    half = carry(identity, generator, 0.125).T
+    assert_close(half @ half, identity + step)
+    # I + M has the eigenvalues -0.5 and 1.2: two steps of 0.5 square them.
+    generator = find_generator(torch.diag(torch.tensor([-1.5, 0.2])), 0.5)
+    found = carry(torch.tensor([[2.0, 1.0]]), generator, 1.0)
+    assert_close(found, torch.tensor([[0.5, 1.44]], dtype=torch.float64))
+    with pytest.raises(NotApplicable, match="singular"):
+        find_generator(-torch.eye(3), 0.5)
+
+
+def test_errors_beyond_the_frame_are_those_of_a_loop_over_positions(tiny):
+    model = tiny.get("qb_heat").model  # 4 x 4 positions of 16 pixels: the frame has 2 x 2
+    images = torch.randn(3, 3, 96, 96)
+    dim = model.predictor.dim
+    models = {"centre": (0.25, {name: 0.02 * draw(i, dim) for i, name in enumerate(NAMES)})}
+    result = measure_errors(images, model, models)
+    assert result.distances == [0.25, 0.5]
+    with torch.no_grad():
+        frame = model.encode(images[..., 32:64, 32:64]).double()
+        for index, steps in enumerate((1, 2)):
+            sums = {"learned": 0.0, "border": 0.0, "mean": 0.0, "variance": 0.0}
+            move = 16 * steps
+            for name, (row, column) in {
+                "A1": (32, 32 + move),
+                "A2": (32, 32 - move),
+                "B1": (32 + move, 32),
+                "B2": (32 - move, 32),
+            }.items():
+                moved = model.encode(images[..., row : row + 32, column : column + 32]).double()
+                places = {"A1": [(0, 1), (1, 1)], "A2": [(0, 0), (1, 0)]}
+                places |= {"B1": [(1, 0), (1, 1)], "B2": [(0, 0), (0, 1)]}
+                true = torch.stack([moved[:, y, x] for y, x in places[name]])
+                sums["variance"] += (true - true.mean(dim=(0, 1))).square().sum()
+                one_step = torch.eye(dim, dtype=torch.float64) + models["centre"][1][name]
+                for y, x in places[name]:
+                    z = frame[:, y, x]
+                    carried = z
+                    for _ in range(steps):
+                        carried = carried @ one_step.T
+                    sums["learned"] += (carried - moved[:, y, x]).square().sum()
+                    sums["border"] += (z - moved[:, y, x]).square().sum()
+                    mean = frame.mean(dim=(1, 2))
+                    sums["mean"] += (mean - moved[:, y, x]).square().sum()
+            for title, errors in result.errors.items():
+                key = title.split(",")[0].split()[0]
+                expected = float(sums[key] / sums["variance"])
+                assert errors[index] == pytest.approx(expected, rel=1e-4)
+
+
+def test_features_beyond_the_frame_are_drawn_for_qb_heat_only(tiny, photos, tmp_path):
+    run, detector = tiny.get("qb_heat"), tiny.get("retinanet")
+    figure = draw_beyond([detector, run], FigureOptions(images=photos))
+    check_files(figure, tmp_path)
+    assert list(figure.data["runs"]) == ["qb_heat"]
+    assert len(figure.table.rows) == 4  # two scales and two controls
+    with pytest.raises(NotApplicable, match="retinanet"):
+        draw_beyond([detector], FigureOptions(images=photos))
 
 
 @pytest.fixture(scope="module")

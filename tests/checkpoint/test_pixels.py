@@ -12,7 +12,9 @@ from detectron2.utils.file_io import PathManager
 from qbheat_det import get_cfg
 from qbheat_det.checkpoint import SafeCheckpointer
 from qbheat_det.config import Pixels
+from qbheat_det.feature_cache.cached_backbone import CachedBackbone
 from qbheat_det.modeling.backbone import MobileFormer
+from qbheat_det.modeling.contracts import get_pixel_format
 
 WEIGHTS = "qbheat://distill/285M"  # trained on RGB, with ImageNet's statistics
 TRAINED = Pixels("RGB", (123.675, 116.28, 103.53), (58.395, 57.12, 57.375))
@@ -92,3 +94,9 @@ def test_a_bare_encoder_has_no_pixels_and_loads_the_file_without_a_warning(caplo
 )
 def test_only_what_both_know_is_compared(own, other, expected):
     assert own.equals(other) == other.equals(own) == expected
+
+
+def test_a_cached_backbone_has_the_channel_order_of_its_encoder():
+    encoder = MobileFormer(arch="285M", out_features=["s8"], pixels=Pixels("RGB"))
+    cached = CachedBackbone(encoder=encoder, outputs=["s8"])
+    assert get_pixel_format(cached) == get_pixel_format(encoder) == "RGB"

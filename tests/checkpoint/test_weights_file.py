@@ -9,6 +9,7 @@ import struct
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -71,6 +72,9 @@ def test_weights_are_found_where_training_scripts_put_them(tmp_path):
         tensors, info = read_weights(path)
         torch.testing.assert_close(tensors, state)
         assert info is info_of(path) is None
+    pickled = str(tmp_path / "w.pkl")
+    torch.save({"model": state}, pickled)
+    torch.testing.assert_close(read_weights(pickled)[0], state)
 
 
 class _RunsCode:
@@ -121,8 +125,9 @@ _NO_WEIGHTS = [
     ("w.safetensors", _header({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 8]}})),
     ("w.pth", _save({"a": _RunsCode()})),
     *[("w.pth", partial(_pickle, protocol=protocol)) for protocol in (0, 5)],
-    ("w.pkl", _save({"model": {"a": torch.ones(1)}})),  # Detectron2 unpickles files of this name
-    ("w.PICKLE", _save({"model": {"a": torch.ones(1)}})),
+    *[(name, partial(_pickle, protocol=2)) for name in ("w.pkl", "w.PICKLE")],
+    ("w.pkl", _save({"a": _RunsCode()})),
+    ("w.pth", _save({"model": {"a": np.ones(1)}})),
 ]
 
 

@@ -1,16 +1,19 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Parts of image files, the right ones, of every format."""
 
+import ast
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from detectron2.data.detection_utils import read_image
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from qbheat_det.core.files import get_cache_dir
-from qbheat_det.data.images import open_image, resize
+from qbheat_det.data import find_image_errors
+from qbheat_det.data.images import check_depth, open_image, resize
+from qbheat_det.data.images import read_image as read_our_image
 from tests.data.pictures import draw, save
 
 WIDTH, HEIGHT = 90, 60
@@ -102,3 +105,26 @@ def test_the_cache_folder_follows_the_environment(monkeypatch):
     assert get_cache_dir() == Path("/scratch/cache/qbheat_det")
     monkeypatch.setenv("QBHEAT_CACHE", "~/cache")
     assert get_cache_dir() == Path("/home/someone/cache")
+
+
+def test_every_opening_of_an_image_names_its_formats():
+    """Pillow starts Ghostscript for an EPS, also if its name ends in .png."""
+    openings = []
+    for root in ("qbheat_det", "tools"):
+        for path in (Path(__file__).resolve().parents[2] / root).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Image.open"):
+                    openings.append(path.name)
+                    assert any(keyword.arg == "formats" for keyword in node.keywords), path
+    assert len(openings) >= 4
+
+
+def test_an_eps_named_png_starts_no_program(tmp_path, monkeypatch):
+    path = tmp_path / "a.png"
+    path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n")
+    monkeypatch.setattr("subprocess.Popen", None)
+    for read in (lambda: read_our_image(str(path)), lambda: check_depth(str(path))):
+        with pytest.raises(UnidentifiedImageError, match="JPEG"):
+            read()
+    (error,) = find_image_errors([{"file_name": str(path), "width": 8, "height": 8}])
+    assert "JPEG" in error.reason

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from detectron2.data.samplers import TrainingSampler
+from detectron2.data.samplers import RepeatFactorTrainingSampler, TrainingSampler
 from detectron2.utils import comm
 
 from qbheat_det.config import get_cfg
@@ -15,6 +15,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import seed_place
 from qbheat_det.data import DataError, ImageBatches, TrainStream, build_train_stream
 from qbheat_det.data.image_batches import with_views
+from qbheat_det.data.loader import find_repeat_factors
 from qbheat_det.modeling.pretrain import QUADRANTS_OF
 
 
@@ -124,9 +125,74 @@ def test_streams_that_cannot_be_are_refused(monkeypatch):
     with pytest.raises(UserError, match=r"SOLVER\.IMS_PER_BATCH"):
         make_stream(batch_size=2)
     cfg = get_cfg()
-    cfg.DATALOADER.SAMPLER_TRAIN = "RepeatFactorTrainingSampler"
-    with pytest.raises(UserError, match=r"DATALOADER\.SAMPLER_TRAIN"):
+    cfg.DATALOADER.SAMPLER_TRAIN = "RandomSubsetTrainingSampler"
+    with pytest.raises(UserError, match=r"DATALOADER\.SAMPLER_TRAIN.*RandomSubset"):
         build_train_stream(cfg, dataset(2))
+    cfg.DATALOADER.SAMPLER_TRAIN = "RepeatFactorTrainingSampler"
+    with pytest.raises(UserError, match=r"DATALOADER\.REPEAT_THRESHOLD"):
+        build_train_stream(cfg, dataset(2))
+    cfg.DATALOADER.REPEAT_THRESHOLD = 0.1
+    with pytest.raises(UserError, match="boxes"):
+        build_train_stream(cfg, dataset(2))
+
+
+RARE = [[0]] * 8 + [[0, 1]] + [[]]  # classes of ten images: class 1 is in one of them
+
+
+def _make_rare_stream(threshold=0.4, **options):
+    records = [
+        {**entry, "annotations": [{"category_id": k, "bbox": [0, 0, 1, 1]} for k in classes]}
+        for entry, classes in zip(dataset(len(RARE)), RARE, strict=True)
+    ]
+    cfg = get_cfg()
+    cfg.DATALOADER.SAMPLER_TRAIN = "RepeatFactorTrainingSampler"
+    cfg.DATALOADER.REPEAT_THRESHOLD = threshold
+    factors = find_repeat_factors(cfg, records)
+    return TrainStream(records, mapper=augment, repeat_factors=factors, **options)
+
+
+def test_images_of_rare_classes_are_drawn_as_often_as_in_lvis():
+    # Class 0 is in 9 of 10 images, class 1 in one: sqrt(0.4 / 0.1) = 2 times.
+    batches = take(_make_rare_stream(batch_size=11, seed=3), 50)
+    seen = [entry["id"] for batch in batches for entry in batch]
+    assert [seen.count(index) for index in range(10)] == [50] * 8 + [100, 50]
+    # sqrt(0.225 / 0.1) = 1.5 times
+    batches = take(_make_rare_stream(0.225, batch_size=21, seed=3), 200)
+    seen = [entry["id"] for batch in batches for entry in batch]
+    assert seen.count(8) / seen.count(0) == pytest.approx(1.5, abs=0.05)
+
+
+def test_the_order_with_rare_classes_is_that_of_detectron2s_sampler():
+    batches = take(_make_rare_stream(0.225, batch_size=4, seed=3), 50)
+    found = [entry["id"] for batch in batches for entry in batch]
+    sampler = RepeatFactorTrainingSampler(torch.tensor([1.0] * 8 + [1.5, 1.0]), seed=3)
+    assert found == list(itertools.islice(sampler._infinite_indices(), 200))
+
+
+def test_newer_detectron2_can_repeat_without_a_square_root(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        RepeatFactorTrainingSampler,
+        "repeat_factors_from_category_frequency",
+        lambda records, threshold, **options: calls.append((threshold, options)),
+    )
+    cfg = get_cfg()
+    cfg.DATALOADER.update({"SAMPLER_TRAIN": "RepeatFactorTrainingSampler", "REPEAT_THRESHOLD": 0.1})
+    find_repeat_factors(cfg, [])
+    cfg.DATALOADER.REPEAT_SQRT = False
+    find_repeat_factors(cfg, [])
+    assert calls[-1] == (0.1, {"sqrt": False})
+
+
+def test_a_stream_with_rare_classes_goes_on_and_is_shared_as_any_other(monkeypatch):
+    whole = take(_make_rare_stream(0.225, batch_size=4, seed=3), 12)
+    assert take(_make_rare_stream(0.225, batch_size=4, seed=3), 7, start=5) == whole[5:]
+    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+    shares = []
+    for rank in range(2):
+        monkeypatch.setattr(comm, "get_rank", lambda rank=rank: rank)
+        shares.append(take(_make_rare_stream(0.225, batch_size=4, seed=3), 12))
+    assert [first + second for first, second in zip(*shares, strict=True)] == whole
 
 
 def test_a_stream_ends_when_more_than_half_of_its_files_are_broken():

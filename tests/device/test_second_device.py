@@ -46,6 +46,8 @@ ALLOWED = {
         # Results are read.
         "engine/evaluation.py Evaluation._evaluate, *.to",
         "evaluation/held_out_loss.py HeldOutLossEvaluator.process",
+        "evaluation/baselines.py ReconstructionBaselines.process",
+        "evaluation/baselines.py _summarize",
         "evaluation/classification.py ClassificationEvaluator.process",
         "modeling/pretrain/qb_heat.py VisibleQuarters.restore_order",
         # Detectron2's images come one by one, and are not pinned.

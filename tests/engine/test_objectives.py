@@ -8,9 +8,10 @@ import math
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 
-from qbheat_det.checkpoint import read_weights
+from qbheat_det.checkpoint import WeightsInfo, read_weights, save_weights
 from qbheat_det.config import get_config_path, load_config
 
 from .classifier_cases import make_classes
@@ -41,6 +42,17 @@ def train(recipe, images, output_dir, *flags):
     flags = (*flags, "--data" if labels else "--images", images)
     # One whose weights in files are averages.
     opts = {**OPTS, "SOLVER.EMA.ENABLED": str(recipe.stem == "qb_heat")}
+    if recipe.stem == "distill":
+        teacher = Path(images) / "teacher.safetensors"
+        if not teacher.exists():
+            network = timm.create_model("mobilenetv3_small_050")
+            save_weights(str(teacher), network.state_dict(), WeightsInfo())
+        opts |= {
+            "MODEL.TEACHER.NAME": "mobilenetv3_small_050",
+            "MODEL.TEACHER.WEIGHTS": str(teacher),
+            "MODEL.TEACHER.IMAGE_SIZE": "128",
+            "MODEL.CACHE_FEATURES.FOLDER": str(output_dir / "cache"),
+        }
     return train_recipe(str(recipe), output_dir, opts, *flags)
 
 

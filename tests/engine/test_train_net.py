@@ -10,7 +10,7 @@ import yaml
 from detectron2.engine import default_argument_parser
 from detectron2.modeling import build_model
 
-from qbheat_det.checkpoint import read_weights
+from qbheat_det.checkpoint import info_of, read_weights
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import RunFlags, read_config
@@ -212,6 +212,12 @@ def test_the_average_starts_at_the_weights_of_a_file(averaged, tiny_data, tmp_pa
     run = tiny_training.start_run(tiny_training.parse(tmp_path, tiny_data, opts))
     weights = dict(run.bare_model.state_dict())
     torch.testing.assert_close(dict(run.evaluated_model.state_dict()), weights, rtol=0, atol=0)
+    # The images of both runs count.
+    run.iter = 2
+    run.export("both")
+    batch_size = run.cfg.SOLVER.IMS_PER_BATCH
+    images_seen = info_of(file).images_seen + 3 * batch_size
+    assert info_of(str(tmp_path / "both.safetensors")).images_seen == images_seen
 
 
 def test_the_config_in_the_folder_and_in_the_weights_makes_the_same_run(averaged):

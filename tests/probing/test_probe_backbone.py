@@ -9,23 +9,25 @@ import pytest
 import torch
 from detectron2.data import DatasetCatalog
 from detectron2.layers import FrozenBatchNorm2d
-from detectron2.modeling import Backbone
+from detectron2.modeling import Backbone, build_model
 from PIL import Image
 from torch import nn
 
-from qbheat_det.checkpoint import WeightsInfo, save_weights
+from qbheat_det.checkpoint import WeightsInfo, info_of, local_weights, save_weights
 from qbheat_det.config import get_cfg, load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import load_image_folders
+from qbheat_det.data import PretrainingMapper, load_class_folders, load_image_folders
+from qbheat_det.evaluation import HeldOutLossEvaluator
 from qbheat_det.export import export_backbone
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
+from qbheat_det.modeling.contracts import get_views
 from qbheat_det.probing.features import (
-    count_images_seen,
     read_whole_images,
     recalibrate_bn,
     training_records,
 )
 from tests.engine.classifier_cases import make_classes
+from tests.modeling.tiny_pretraining import make_tiny_config
 from tests.tool_modules import load_tool, refuse
 
 main = load_tool("probe_backbone").main
@@ -96,6 +98,33 @@ def test_rows_are_files_and_random_backbones_without_and_with_new_statistics(
     assert capsys.readouterr().out == table
 
 
+def test_weights_that_reconstruct_images_have_a_loss_beside_baselines(folders, tmp_path, capsys):
+    cfg = make_tiny_config("QBHeat")
+    model = build_model(cfg)
+    weights, bare = tmp_path / "w.safetensors", tmp_path / "bare.safetensors"
+    info = WeightsInfo.from_config(cfg, iteration=1, commit="")
+    save_weights(str(weights), model.state_dict(), info)
+    export_backbone(str(weights), bare)
+    words = ["--weights", str(weights), str(bare), "--probes", "knn", *folders, "TEST.KNN.K", "3"]
+    found = probe(words, tmp_path)
+    assert list(found["losses"]) == [str(weights)]
+    losses = found["losses"][str(weights)]
+    assert losses["num_images"] == 9
+    entries = PretrainingMapper(cfg, is_train=False)
+    records = load_class_folders(folders[1], folders[3])[1]
+    evaluator = HeldOutLossEvaluator("val")
+    with torch.no_grad():
+        for places in get_views(cfg).values():
+            for index, record in enumerate(records):
+                entry = {**entries(record), "place": places[index % len(places)]}
+                evaluator.process([entry], model.eval()([entry]))
+    expected = evaluator.evaluate()["reconstruction"]
+    assert losses["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert losses["mean"] == pytest.approx(expected["mean"], rel=1e-5)
+    assert f"(zero {losses['zero']:.4f}, mean" in capsys.readouterr().out
+    assert probe(words, tmp_path) == found
+
+
 def test_a_repeated_command_continues_with_the_missing_rows(folders, tmp_path):
     words = ["--config-file", make_config(tmp_path), "--random", *folders]
     first = probe([*words, "--probes", "knn"], tmp_path)
@@ -160,10 +189,16 @@ def test_images_seen_are_those_of_all_steps_that_went_into_the_weights():
     cfg = get_cfg()
     cfg.SOLVER.IMS_PER_BATCH = 64
     info = WeightsInfo.from_config(cfg, iteration=186, commit="")
-    assert count_images_seen(info) == 187 * 64
+    assert info.images_seen == 187 * 64
+    later = WeightsInfo.from_config(cfg, iteration=9, commit="", images_seen_before=187 * 64)
+    assert later.images_seen == 197 * 64
+    assert WeightsInfo.from_dict(later.to_dict()) == later
     converted = WeightsInfo(config="VERSION: 2")  # keys of the encoder only
-    for unknown in (None, converted, WeightsInfo(config="NO_KEY: 1", iteration=1)):
-        assert count_images_seen(unknown) is None
+    for unknown in (converted, WeightsInfo(config="NO_KEY: 1", iteration=1)):
+        assert unknown.images_seen is None
+    # Four runs, each from the weights of the one before.
+    zoo = info_of(local_weights("qbheat://distill/285M"))
+    assert zoo.images_seen == 1_436_544
 
 
 MEAN, STD = (100.0, 110.0, 120.0), (50.0, 60.0, 70.0)

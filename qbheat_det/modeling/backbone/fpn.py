@@ -13,6 +13,7 @@ compares names exactly. If the prefixes differ, it loads nothing and only logs a
 package's own checkpointers match names themselves.
 """
 
+import logging
 from typing import Any
 
 from detectron2.config import CfgNode
@@ -26,6 +27,10 @@ from torch.nn import functional as F
 from qbheat_det.config import reads_our_keys, with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.contracts import get_encoder, pick_outputs
+
+from .head_inputs import list_read_levels
+
+logger = logging.getLogger(__name__)
 
 _PYRAMID = "bottom_up."
 _PREFIXES = ("backbone.bottom_up.", "backbone.", _PYRAMID)
@@ -66,8 +71,59 @@ def build_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
     """Builds an FPN on the outputs ``MODEL.FPN.IN_FEATURES`` of ``MODEL.FPN.BOTTOM_UP``.
 
     ``MODEL.FPN.TOP_LEVELS`` strided levels are added after the coarsest output. For example,
-    the outputs "s8" and "s16" with 3 strided levels give "p3" … "p7".
+    the outputs "s8" and "s16" with 3 strided levels give "p3" … "p7". Levels that no head of the
+    config reads are left out (``list_read_levels``). Raises a ``UserError`` if
+    ``MODEL.FPN.IN_FEATURES`` names an unknown output.
     """
+    node = cfg.MODEL.FPN
+    in_features = list(node.IN_FEATURES)
+    bottom_up, shapes = _build_bottom_up(cfg, input_shape)
+    numbers = [shape.stride.bit_length() - 1 for shape in shapes]  # the stride of p<k> is 2**k
+    numbers.extend(range(numbers[-1] + 1, numbers[-1] + 1 + node.TOP_LEVELS))
+    levels = [f"p{number}" for number in numbers]
+    read = list_read_levels(cfg, levels)
+    # Finer maps do not contribute to coarser levels. A strided level needs all levels before it.
+    last_output = len(in_features) - 1
+    first = min(levels.index(read[0]), last_output)
+    last = max(levels.index(read[-1]), last_output)
+    fpn = FPN(
+        bottom_up=bottom_up,
+        in_features=in_features[first:],
+        out_channels=node.OUT_CHANNELS,
+        norm=node.NORM,
+        top_block=StridedLevels(
+            channels=node.OUT_CHANNELS,
+            in_feature=levels[last_output],
+            num_levels=last - last_output,
+        ),
+        fuse_type=node.FUSE_TYPE,
+    )
+    # Maps of these levels contribute to the finer levels, but their last convolution does not.
+    for level in levels[first : last_output + 1]:
+        has_strided_levels = level == levels[last_output] and last > last_output
+        if level not in read and not has_strided_levels:
+            getattr(fpn, f"fpn_output{level.removeprefix('p')}").requires_grad_(False)
+
+    # Checkpoints may contain levels that this model does not build.
+    optional_modules = []
+    for number in numbers[:first]:
+        optional_modules += [f"fpn_lateral{number}", f"fpn_output{number}"]
+    for number in numbers[last + 1 :]:
+        optional_modules.append(f"top_block.convs.{number - numbers[last_output] - 1}")
+    fpn.optional_modules = tuple(optional_modules)
+    if optional_modules:
+        unread = ", ".join(levels[:first] + levels[last + 1 :])
+        logger.info(
+            "The feature pyramid has no %s, because no head of %s reads it (IN_FEATURES)",
+            unread,
+            cfg.MODEL.META_ARCHITECTURE,
+        )
+    accept_prefixes(fpn)
+    return fpn
+
+
+def _build_bottom_up(cfg: CfgNode, input_shape: ShapeSpec) -> tuple[Backbone, list[ShapeSpec]]:
+    """Returns the backbone below the pyramid, and the shapes of ``MODEL.FPN.IN_FEATURES``."""
     node = cfg.MODEL.FPN
     in_features = list(node.IN_FEATURES)
     # The backbone only builds the outputs that the pyramid reads.
@@ -79,23 +135,18 @@ def build_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
             "MODEL.RESNETS.OUT_FEATURES": in_features,
         },
     )
-    bottom_up: Backbone = BACKBONE_REGISTRY.get(node.BOTTOM_UP)(bottom_up_cfg, input_shape)
-    *_, coarsest = pick_outputs(bottom_up, in_features, "MODEL.FPN.IN_FEATURES")
-    level = coarsest.stride.bit_length() - 1  # the stride of level p is 2**p
-    fpn = FPN(
-        bottom_up=bottom_up,
-        in_features=in_features,
-        out_channels=node.OUT_CHANNELS,
-        norm=node.NORM,
-        top_block=StridedLevels(
-            channels=node.OUT_CHANNELS,
-            in_feature=f"p{level}",
-            num_levels=node.TOP_LEVELS,
-        ),
-        fuse_type=node.FUSE_TYPE,
-    )
-    accept_prefixes(fpn)
-    return fpn
+    try:
+        bottom_up: Backbone = BACKBONE_REGISTRY.get(node.BOTTOM_UP)(bottom_up_cfg, input_shape)
+        shapes = pick_outputs(bottom_up, in_features, "MODEL.FPN.IN_FEATURES")
+    except (AssertionError, ValueError) as error:
+        reason = str(error)
+        if node.BOTTOM_UP == "build_resnet_backbone":  # its error lists only the layers so far
+            reason = "outputs of Detectron2's ResNet are ['stem', 'res2', 'res3', 'res4', 'res5']"
+        raise UserError(
+            f"MODEL.FPN.BOTTOM_UP {node.BOTTOM_UP} cannot be built with MODEL.FPN.IN_FEATURES "
+            f"{in_features}: {reason}"
+        ) from error
+    return bottom_up, shapes
 
 
 @BACKBONE_REGISTRY.register()

@@ -127,6 +127,15 @@ class MobileFormer(Backbone):
         self._out_feature_channels = {name: shapes[name].channels for name in shapes}
         self._out_feature_strides = {name: shapes[name].stride for name in shapes}
 
+        # Parameters that no output needs: the tokens of stages without attention, and the last
+        # feature map if only the tokens are read.
+        blocks = [block for block in self.modules() if isinstance(block, MobileFormerBlock)]
+        if not blocks:
+            self.tokens.requires_grad_(False)
+        elif self._out_features == ["tokens"] and self.last_bridge is None:
+            blocks[-1].mobile.requires_grad_(False)
+            blocks[-1].former_to_mobile.requires_grad_(False)
+
         self.reset_parameters()
         self.freeze(freeze_at)
         accept_prefixes(self)

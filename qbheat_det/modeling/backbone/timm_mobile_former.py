@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from detectron2.utils.file_io import PathManager
 from timm.layers import create_classifier
-from timm.models import build_model_with_cfg, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -184,22 +184,25 @@ def _find_encoder(state: Mapping[str, Tensor], model: nn.Module) -> Mapping[str,
     return {name: state[name.removeprefix("encoder.")] for name in names}
 
 
-# timm reads this when a model is registered. As the weights have no classifier, a model has none
-# unless ``num_classes`` is given.
-default_cfgs = {
-    name: {
-        "file": _WEIGHTS.get(name),
-        "input_size": (3, 256, 256),
-        "pool_size": (16, 16),
-        "num_classes": 0,
-        "first_conv": "encoder.stem",
-        "classifier": "classifier",
-        "license": "apache-2.0",
-        "paper_name": "Self-Supervised Learning based on Heat Equation",
-        "paper_ids": "arXiv:2211.13228",
-    }
-    for name in _ARCHS
+_NETWORK = {
+    "input_size": (3, 256, 256),
+    "pool_size": (16, 16),
+    # As the weights have no classifier, a model has none unless ``num_classes`` is given.
+    "num_classes": 0,
+    "first_conv": "encoder.stem",
+    "classifier": "classifier",
+    "license": "apache-2.0",
+    "paper_name": "Self-Supervised Learning based on Heat Equation",
+    "paper_ids": "arXiv:2211.13228",
 }
+# timm reads this when a model is registered. The names are of weights, with timm's tag.
+default_cfgs = generate_default_cfgs(
+    {
+        "mobile_former_285m.distill": {**_NETWORK, "file": _WEIGHTS["mobile_former_285m"]},
+        "mobile_former_1_0g.untrained": _NETWORK,
+        "mobile_former_3_7g.untrained": _NETWORK,
+    }
+)
 for _name in _ARCHS:
     register_model(_make_entry(_name))
     register_timm_backbone(_name)

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from qbheat_det.layers import DotProductAttention
 from qbheat_det.modeling.checks import check_value
+from qbheat_det.modeling.contracts import PATCHES, MaskedPatches
 
 from .base import PretrainingModel, find_feature_map
 
@@ -333,7 +334,10 @@ class ReconstructionModel(PretrainingModel):
         return {"loss_reconstruction": F.mse_loss(predicted.float(), target)}
 
     def inference(self, z: Tensor, images: Tensor, visible: Tensor) -> list[dict[str, Any]]:
-        """Returns "reconstruction" (3, S, S), "visible" (S, S) and "loss_reconstruction" per image.
+        """Returns the results of each image.
+
+        They are "reconstruction" (3, S, S), "visible" (S, S), "loss_reconstruction", and
+        ``PATCHES``, from which baselines of the loss are computed.
 
         Takes features (N, G, G, C), normalized images (N, 3, S, S) and the mask ``visible``
         (N, G * G). Reconstructions are not normalized: they have the range of pixel values of the
@@ -349,6 +353,13 @@ class ReconstructionModel(PretrainingModel):
         reconstructions = pixels * self.pixel_std + self.pixel_mean
         pixel_masks = enlarge_mask(visible.unflatten(1, grid), patch_size)  # (N, S, S)
         results = []
-        for image, mask, loss in zip(reconstructions, pixel_masks, losses, strict=True):
-            results.append({"reconstruction": image, "visible": mask, "loss_reconstruction": loss})
+        targets = self.loss.find_target(patches)
+        for index, loss in enumerate(losses):
+            result = {
+                "reconstruction": reconstructions[index],
+                "visible": pixel_masks[index],
+                "loss_reconstruction": loss,
+                PATCHES: MaskedPatches(patches[index], targets[index], visible[index]),
+            }
+            results.append(result)
         return results
