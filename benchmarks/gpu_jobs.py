@@ -303,12 +303,13 @@ def measure_data_path(bench: Bench) -> None:
     """Measures reading JPEG files, training steps on them, and steps on one batch."""
     cases = dict(data.CASES)
     cases[""] = replace(cases[""], batch=SETTINGS["256"].cuda_batch)
-    seconds = 6.0
+    seconds = 5.0
     workers = os.cpu_count() or 1
     if bench.rehearsal:
         cases = {"": shrunk(cases[""])}
         seconds = 0.5
         workers = 1
+    ahead = 2 * workers + 2  # PyTorch's workers load two batches each ahead
     for case in cases.values():
         with bench.rows.attempt(case.title):
             bench.free()
@@ -316,10 +317,10 @@ def measure_data_path(bench: Bench) -> None:
             cfg.INPUT.FIXED_VIEWS.COUNT = 0  # views are drawn anew
             cfg.DATALOADER.NUM_WORKERS = workers
             files = iterate(cfg)
-            loading = count_rate(bench, partial(next, files), case.batch, seconds)
+            loading = count_rate(bench, partial(next, files), case.batch, seconds, warm_up=ahead)
             files.close()
             whole = Steps(cfg, time.perf_counter)
-            training = count_rate(bench, whole, case.batch, seconds)
+            training = count_rate(bench, whole, case.batch, seconds, warm_up=ahead)
             whole.close()
             cfg = cfg.clone()
             cfg.OUTPUT_DIR += "_repeated"
@@ -343,10 +344,12 @@ def iterate(cfg: CfgNode) -> Generator[Any]:
     yield from Trainer.build_train_loader(cfg)
 
 
-def count_rate(bench: Bench, call: Callable[[], object], batch: int, seconds: float) -> float:
-    """Returns the images per second of calls in a row; the first two are a warm-up."""
+def count_rate(
+    bench: Bench, call: Callable[[], object], batch: int, seconds: float, *, warm_up: int = 2
+) -> float:
+    """Returns the images per second of calls in a row, after ``warm_up`` calls."""
     clock = partial(synchronised_clock, bench.device)
-    for _ in range(2):
+    for _ in range(warm_up):
         call()
     start = clock()
     calls = 0

@@ -99,7 +99,7 @@ def list_jobs(rehearse: bool) -> list[Job]:
         ("pretraining", "c", 90),
         ("detector_training", "c", 120),
         ("inference", "c", 90),
-        ("data_path", "d", 90),
+        ("data_path", "d", 110),
         ("exported", "e", 90),
     ):
         jobs.append(measurement(name, part, seconds))
@@ -245,7 +245,7 @@ def run_jobs(
     patience = 1
     if rehearse:  # CPUs are slow, and nothing is measured
         patience = 3
-        jobs = [replace(job, is_timed=False) for job in jobs]
+        jobs = [replace(job, is_timed=False) for job in reversed(jobs)]  # the longest first
 
     def run_one(job: Job) -> None:
         seconds = min(job.seconds * patience, end - time.perf_counter())
