@@ -43,8 +43,10 @@ FLAGS_OF_OTHERS = {
 }
 """Our flags by the flags of other libraries."""
 
-_KEYS_WITHOUT_DOT = "SEED|OUTPUT_DIR|CUDNN_BENCHMARK|VIS_PERIOD|VERSION"
-_KEY = re.compile(rf"({_KEYS_WITHOUT_DOT}|[A-Z_]+(\.[A-Z0-9_]+)+)(=.*)?", flags=re.DOTALL)
+_SECTIONS = "DATALOADER|DATASETS|GLOBAL|INPUT|MODEL|SOLVER|TEST"
+_KEYS_WITHOUT_DOT = "SEED|OUTPUT_DIR|CUDNN_BENCHMARK|FLOAT32_PRECISION|VIS_PERIOD|VERSION"
+# Not any word in capitals, which may be a file such as PHOTO.JPG.
+_KEY = re.compile(rf"({_KEYS_WITHOUT_DOT}|({_SECTIONS})(\.[A-Z0-9_]+)+)(=.*)?", flags=re.DOTALL)
 
 
 class Parser(argparse.ArgumentParser):
@@ -85,7 +87,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(
                     f"'{word}': flags are --NAME VALUE, such as --epochs 3; overrides KEY VALUE"
                 )
-        parsed.opts = [*parsed.opts, *pairs]
+        parsed.opts = [*pairs, *parsed.opts]
         return parsed
 
     def _split_overrides(self, words: list[str]) -> tuple[list[str], list[str]]:

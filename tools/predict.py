@@ -19,7 +19,7 @@ examples:
   qbheat predict --weights detector.onnx --images photos/
 
   # share the files among four processes
-  torchrun --standalone --nproc-per-node 4 tools/predict.py \
+  torchrun --standalone --nproc-per-node 4 tools/predict.py \\
       --weights output/run --images photos/ --json boxes.json
 
   # predict on a Ray cluster, from an object store; writes Parquet files to the folder of --output

@@ -29,20 +29,23 @@ def parser():
         ("SEED 2 --images a b", {"images": ["a", "b"], "opts": ["SEED", "2"]}),
         ("--images a SEED 2 --fast", {"images": ["a"], "fast": True, "opts": ["SEED", "2"]}),
         # Pairs in two places keep their order, and a value may look like a number or a flag.
-        ("A.B 1 --images a A.C_2 -3", {"images": ["a"], "opts": ["A.B", "1", "A.C_2", "-3"]}),
+        (
+            "TEST.B 1 --images a TEST.C_2 -3",
+            {"images": ["a"], "opts": ["TEST.B", "1", "TEST.C_2", "-3"]},
+        ),
         ("--numbers 1 2 TEST.KNN.K 5", {"numbers": [1, 2], "opts": ["TEST.KNN.K", "5"]}),
         ("--numbers SEED 2", {"numbers": [], "opts": ["SEED", "2"]}),
         # A flag with a fixed number of values takes them, whatever they are.
-        ("--output SEED A.B 1", {"output": "SEED", "opts": ["A.B", "1"]}),
-        ("--size A.B C.D SEED 2", {"size": ["A.B", "C.D"], "opts": ["SEED", "2"]}),
+        ("--output SEED TEST.B 1", {"output": "SEED", "opts": ["TEST.B", "1"]}),
+        ("--size TEST.B SEED SEED 2", {"size": ["TEST.B", "SEED"], "opts": ["SEED", "2"]}),
         # A value may be a key, or contain "=".
-        ("MODEL.NAME A.B", {"opts": ["MODEL.NAME", "A.B"]}),
+        ("MODEL.NAME TEST.B", {"opts": ["MODEL.NAME", "TEST.B"]}),
         ("MODEL.WEIGHTS a=b.pth", {"opts": ["MODEL.WEIGHTS", "a=b.pth"]}),
         # Files that are named like keys.
-        ("--images=A.B", {"images": ["A.B"]}),
-        ("--images ./A.B c", {"images": ["./A.B", "c"]}),
-        ("--images HERE.JPG c", {"images": ["HERE.JPG", "c"]}),
-        ("--images SEEDS Photo.JPG DSC_1.JPG", {"images": ["SEEDS", "Photo.JPG", "DSC_1.JPG"]}),
+        ("--images=TEST.B", {"images": ["TEST.B"]}),
+        ("--images ./TEST.B c", {"images": ["./TEST.B", "c"]}),
+        ("--images TEST.JPG c", {"images": ["TEST.JPG", "c"]}),
+        ("--images SEEDS PHOTO.JPG DSC_1.JPG", {"images": ["SEEDS", "PHOTO.JPG", "DSC_1.JPG"]}),
         # Lower-case keys are left for the config, which names the right key.
         ("--fast seed 2", {"fast": True, "opts": ["seed", "2"]}),
     ],
@@ -50,7 +53,7 @@ def parser():
 def test_flags_with_several_values_end_at_a_config_key(
     parser, command, expected, tmp_path, monkeypatch
 ):
-    (tmp_path / "HERE.JPG").touch()
+    (tmp_path / "TEST.JPG").touch()
     monkeypatch.chdir(tmp_path)
     nothing = {"images": [], "numbers": [], "size": None, "output": None, "fast": False, "opts": []}
     assert vars(parser.parse_args(command.split())) == nothing | expected
@@ -60,8 +63,8 @@ def test_flags_with_several_values_end_at_a_config_key(
     ("command", "named"),
     [
         ("--images a SEED", "SEED has no value"),
-        ("--images a A.B --fast", "A.B has no value"),
-        ("--images a A.B=3", "write KEY VALUE"),
+        ("--images a TEST.B --fast", "TEST.B has no value"),
+        ("--images a TEST.B=3", "write KEY VALUE"),
         ("--fast conf=0.3", "overrides KEY VALUE"),
         ("--images SEED 2", "--images: expected at least one argument"),
     ],
