@@ -1,3 +1,4 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
 """Detectron2's zoo weights: loads a .pkl with Detectron2 and with qbheat_det, and compares.
 
 Usage: detectron2_pkl.py IMAGE. Writes faster_rcnn.pkl and retinanet.pkl, with random weights.

@@ -1,3 +1,4 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
 """Faster R-CNN on Mobile-Former + FPN, built by build_model(cfg) and trained by hand."""
 
 import torch

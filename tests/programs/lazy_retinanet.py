@@ -1,3 +1,4 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
 """LazyConfig of RetinaNet on Mobile-Former, with Detectron2's FPN."""
 
 import os

@@ -1,3 +1,4 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
 """A training script for LazyConfigs, as Detectron2's tools/lazyconfig_train_net.py."""
 
 from detectron2.checkpoint import DetectionCheckpointer

@@ -1,3 +1,4 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
 """RetinaNet on Mobile-Former, trained on blood cells with Detectron2's DefaultTrainer."""
 
 import os

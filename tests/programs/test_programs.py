@@ -161,6 +161,7 @@ def test_timm(run):
         assert history[-1] < 0.8 * history[0]
     assert "input (3, 256, 256) mean (0.485, 0.456, 0.406) Compose" in output
     assert "features (4, 912, 8, 8) head of features is forward: True" in output
+    assert "layers 15 scales 0.017818 1.0" in output
     assert "classifier Linear(in_features=912, out_features=10, bias=True)" in output
     assert "vectors (4, 912) classifier Identity()" in output
     assert "logits (4, 5) num_classes 5" in output

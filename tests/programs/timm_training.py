@@ -1,3 +1,4 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
 """Mobile-Former as a timm model: features, a classifier, and timm's optimizer and transforms."""
 
 import timm

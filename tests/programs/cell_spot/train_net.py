@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# Copyright (c) qbheat_det contributors. Apache-2.0.
 """CellSpot training script: a project on Detectron2 whose backbone is chosen by its config."""
 
 import functools
