@@ -48,7 +48,7 @@ def load_run_config(
     weights = find_weights(weights)
     if config_file:
         cfg = load_config(config_file, opts)
-        info = info_of(weights)
+        info = info_of(weights) if weights else None
         if info is not None and not cfg.MODEL.CLASS_NAMES:
             cfg.MODEL.CLASS_NAMES = list(info.class_names)
             cfg.MODEL.CATEGORY_IDS = list(info.category_ids)
