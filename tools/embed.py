@@ -52,6 +52,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.engine == "local" and not args.output.lower().endswith(".npz"):
         parser.error(f"--output '{args.output}' must end in .npz")
+    if args.engine == "ray" and args.output.lower().endswith(".npz"):
+        parser.error(f"--output '{args.output}' is a folder with --engine ray: leave out .npz")
     return args
 
 

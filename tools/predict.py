@@ -85,8 +85,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_overrides("overrides of the config, such as INPUT.MIN_SIZE_TEST 1000")
     args = parser.parse_args(argv)
     if args.engine == "ray":
-        if args.json or args.config_file or args.fast or not args.output:
-            parser.error("--engine ray takes --output, but not --json, --config-file and --fast")
+        is_json = args.json or args.format != "coco"
+        if is_json or args.config_file or args.fast or not args.output:
+            parser.error(
+                "--engine ray takes --output, but not --json, --format, --config-file and --fast"
+            )
     elif not (args.output or args.json):
         args.output = "output/predict"
     if args.output and args.output.lower().endswith((".jpg", ".jpeg", ".png", ".mp4")):

@@ -152,7 +152,7 @@ def run_on_ray(
 
 
 def list_images(inputs: Sequence[str]) -> list[str]:
-    """Lists the images of files, folders and addresses.
+    """Lists the images of files, folders and addresses, each of them once.
 
     Raises a ``UserError`` if there are none.
     """
@@ -166,7 +166,7 @@ def list_images(inputs: Sequence[str]) -> list[str]:
         files += [str(Path(path).absolute()) for path in found]
     if not files:
         raise UserError(f"no images in {', '.join(inputs)}")
-    return files
+    return list(dict.fromkeys(files))
 
 
 def _read_report(folder: str, filesystem: PyFileSystem, num_files: int) -> RayReport:

@@ -113,7 +113,9 @@ def _read(store, folder):
 
 
 def test_no_picture_is_lost_or_twice_when_a_worker_is_killed(store, detector):
-    words = ["--weights", detector, "--images", "s3://bucket/in", "--threshold", "0"]
+    # A picture that is named twice has one row.
+    images = ["--images", "s3://bucket/in", "s3://bucket/in/0.jpg"]
+    words = ["--weights", detector, *images, "--threshold", "0"]
     process = _start("predict", *words, "--output", "s3://bucket/boxes")
     _kill_a_worker()
     output, errors = process.communicate(timeout=900)

@@ -109,3 +109,19 @@ def test_each_tool_takes_overrides_after_any_flag_and_before_it(tool, command):
     assert vars(parse([*pair, *command.split()])) == vars(after)
     plain = vars(parse(command.split()))
     assert {**vars(after), "opts": []} == plain
+
+
+@pytest.mark.parametrize(
+    ("tool", "words", "named"),
+    [
+        ("predict", "--output out --json boxes.json", "--json"),
+        ("predict", "--output out --format cvat", "--format"),
+        ("predict", "--output out --config-file a.yaml", "--config-file"),
+        ("predict", "--output out --fast", "--fast"),
+        ("predict", "", "--output"),
+        ("embed", "--output vectors.npz", "vectors.npz"),
+    ],
+)
+def test_flags_without_effect_on_a_cluster_are_refused(tool, words, named, capsys):
+    command = f"--engine ray --weights a --images b {words}".split()
+    assert named in refuse(load_tool(tool).main, command, capsys)
