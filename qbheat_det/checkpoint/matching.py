@@ -20,6 +20,7 @@ from .report import ClassChange, GroupReport, LoadReport
 
 BACKBONE = "backbone."
 BELOW_FPN = "backbone.bottom_up."
+_LAST_STAGE = "roi_heads.res5."
 # Prefixes of DistributedDataParallel and AveragedModel, of torch.compile, and of Lightning.
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
 _AVERAGED_MODEL_COUNTER = "n_averaged"
@@ -240,7 +241,8 @@ def _find_groups(names: Collection[str]) -> dict[str, str]:
     """Maps the name of each tensor to the part of the model that reports count it in.
 
     Parts are child modules. If the backbone is a feature pyramid, "backbone" is its bottom-up
-    network, and "fpn" its other modules.
+    network, and "fpn" its other modules. In Detectron2's C4 models, the last stage of the ResNet is
+    in the head, and is a part of its own, as ImageNet weights have it without the rest of the head.
     """
     has_pyramid = any(name.startswith(BELOW_FPN) for name in names)
     groups: dict[str, str] = {}
@@ -250,6 +252,8 @@ def _find_groups(names: Collection[str]) -> dict[str, str]:
             groups[name] = "top-level"
         elif has_pyramid and child == "backbone" and not name.startswith(BELOW_FPN):
             groups[name] = "fpn"
+        elif name.startswith(_LAST_STAGE):
+            groups[name] = _LAST_STAGE.removesuffix(".")
         else:
             groups[name] = child
     return groups

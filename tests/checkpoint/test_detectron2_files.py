@@ -246,6 +246,26 @@ def test_imagenet_weights_fill_the_backbone(tmp_path, source):
         load_backbone(build_backbone(cfg), path)
 
 
+@pytest.mark.parametrize("source", ["Caffe2", "torchvision"])
+def test_imagenet_weights_fill_the_last_stage_of_c4_models_too(tmp_path, source):
+    cfg = model_zoo.get_config("COCO-Detection/faster_rcnn_R_50_C4_1x.yaml")
+    cfg.MODEL.DEVICE = "cpu"
+    expected, model = build_model(cfg), build_model(cfg)
+    for module in (expected, model):  # what the file lacks
+        for tensor in module.state_dict().values():
+            tensor.fill_(0)
+    network = build_model(_read_zoo_config("retinanet_r50_coco")).backbone.bottom_up
+    for tensor in network.state_dict().values():
+        tensor.copy_(torch.rand(tensor.shape))
+    path = _write(tmp_path / "R-50.pkl", _name_imagenet(source, network.state_dict()))
+    DetectionCheckpointer(expected).load(path)
+    checkpointer = SafeCheckpointer(model)
+    checkpointer.load(path)
+    _assert_equal(model, expected)
+    assert model.roi_heads.res5[2].conv3.weight.any()
+    assert "roi_heads: new" in str(checkpointer.report)
+
+
 def test_what_is_no_detectron2_file_is_refused(tmp_path):
     array = np.ones(2)
     for content in ([array], {}, {"model": [array]}, {"model": {"a": 3}}, {"blobs": {3: array}},
