@@ -1,14 +1,17 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The exceptions for errors that users can fix, and how command-line tools print them."""
 
+import contextlib
 import errno
 import functools
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
+
+from .text import one_line
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -20,6 +23,24 @@ class UserError(Exception):
     The message is one sentence that names the file or key, and explains what to do. All other
     exceptions are bugs of this package, and are shown with their traceback.
     """
+
+
+@contextlib.contextmanager
+def refuse_unreadable(where: object) -> Iterator[None]:
+    """Context for code that reads a file of unknown origin: every error becomes a ``UserError``.
+
+    Crafted and damaged files raise errors of any type, so no list of types is complete. ``where``
+    is the file or folder, for the message.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"'{where}' cannot be read: {type(error).__name__}: {one_line(error)} "
+            "(QBHEAT_TRACEBACK=1 shows where)"
+        ) from error
 
 
 class Interrupted(KeyboardInterrupt):
