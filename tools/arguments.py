@@ -159,7 +159,7 @@ def check_inputs(*paths: str | os.PathLike[str] | None, weights: str = "") -> No
             sys.exit(2)
 
 
-WEIGHTS = "a file (.safetensors, .pth), a run's folder, or a name in the zoo"
+WEIGHTS = "a file (.safetensors, .pth, .pkl), a run's folder, or a name in the zoo"
 SOURCES = (
     "COCO, YOLO, Pascal VOC, CSV, or the export of an annotation tool, as a folder, label file or "
     "zip; or class folders (docs/train.md lists all formats)"

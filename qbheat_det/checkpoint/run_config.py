@@ -98,6 +98,13 @@ def _load_config_of_weights(weights: str, opts: Sequence[str]) -> CfgNode:
     config_file = Path(local_weights(weights)).parent / "config.yaml"
     if not config_file.is_file():
         raise UserError(f"no config inside '{weights}' or beside it: name one with --config-file")
+    try:
+        load_config(config_file)
+    except UserError as error:
+        raise UserError(
+            f"{error}. If the run is of another project or of a LazyConfig, name a config of this "
+            "package with --config-file"
+        ) from error
     cfg = load_config(config_file, opts)
     _refuse_pickles(cfg, f"'{config_file}'", opts)
     return cfg
