@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
-from .text import one_line
+from .text import escape_controls, one_line
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -87,7 +87,7 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
         except KeyboardInterrupt as stop:
             print(str(stop) or "interrupted", file=sys.stderr)
             raise SystemExit(128 + signal.SIGINT) from None
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {escape_controls(message)}", file=sys.stderr)
         raise SystemExit(2)
 
     return wrapped
