@@ -20,7 +20,7 @@ $(INSTALLED): export PIP_BUILD_CONSTRAINT := $(CONSTRAINTS)
 $(INSTALLED): export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-device check bench wheelhouse docs doctor
+.PHONY: help install demo test test-all test-device check bench gpu wheelhouse docs doctor
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## /\1: /p' Makefile | awk -F': ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -48,6 +48,9 @@ check: $(INSTALLED) ## formatting, lint, types, prose (if Vale is installed), te
 
 bench: $(INSTALLED) ## detectors and pre-training beside their peers; tables in output/bench
 	$(PY) -m benchmarks.run $(ARGS)
+
+gpu: $(INSTALLED) ## tests and measurements on a GPU in eight minutes; tables in output/gpu
+	$(PY) -m benchmarks.gpu_report $(ARGS)
 
 # Only for this target, PYTHON and TORCH are the versions on the other machine.
 wheelhouse: ## wheels for a machine without a network (PYTHON=3.12 TORCH=2.11 HAS=freeze.txt)

@@ -70,6 +70,7 @@ CONTENDERS = {
     "285m": Contender("QB-Heat 285M", "quarter", "285M"),
     "285m_masked_convolution": Contender("SparK-style 285M", "masked", "285M"),
     "285m_whole_image": Contender("285M, nothing masked", "whole", "285M"),
+    "1.0g": Contender("QB-Heat 1.0G", "quarter", "1.0G"),
     "3.7g": Contender("QB-Heat 3.7G", "quarter", "3.7G"),
     "3.7g_masked_convolution": Contender("SparK-style 3.7G", "masked", "3.7G"),
     "3.7g_whole_image": Contender("3.7G, nothing masked", "whole", "3.7G"),

@@ -1,7 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Runs single steps of the package's trainer."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,15 @@ from benchmarks.timing import Clock
 
 
 class Steps:
-    """Runs one step of a trainer per call; builds the feature cache first if there is one."""
+    """Runs one step of a trainer per call; builds the feature cache first if there is one.
 
-    def __init__(self, cfg: CfgNode, clock: Clock) -> None:
+    Attributes:
+        trainer: the trainer.
+        batches: the batches that it reads.
+    """
+
+    def __init__(self, cfg: CfgNode, clock: Clock, *, repeat: bool = False) -> None:
+        """With ``repeat``, all steps get the first batch."""
         from qbheat_det.engine import Trainer
 
         Path(cfg.OUTPUT_DIR).mkdir(parents=True)  # logs are written, as in any run
@@ -25,7 +32,12 @@ class Steps:
             self.trainer.cached_features.prepare(self.trainer.data_loader)
         if self.trainer.targets:
             self.trainer.targets.prepare(self.trainer.data_loader)
-        self._images = _TimedIterator(iter(self.trainer.data_loader), clock)
+        self.batches: Iterator[Any] = iter(self.trainer.data_loader)
+        if repeat:
+            batch = next(self.batches)
+            self.close()
+            self.batches = itertools.repeat(batch)
+        self._images = _TimedIterator(self.batches, clock)
         inner = self.trainer._trainer
         inner.model.train()
         for name in ("_data_loader_iter_obj", "_data_loader_iter"):  # main's, then v0.6's
@@ -37,6 +49,11 @@ class Steps:
         with self.trainer.storage:
             for hook in self.trainer._hooks:
                 hook.before_train()
+
+    def close(self) -> None:
+        """Ends the workers, which would otherwise keep this process from ending."""
+        if isinstance(self.batches, Generator):
+            self.batches.close()
 
     def __call__(self) -> tuple[float, float]:
         """Runs a step; returns the seconds that it waited for images, and its total loss."""

@@ -2,6 +2,7 @@
 """Names, links, examples and tutorials in docs/ exist and run."""
 
 import ast
+import contextlib
 import inspect
 import json
 import re
@@ -140,12 +141,60 @@ def test_the_code_of_the_readme_runs():
         exec(compile(example, "README.md", "exec"), {})
 
 
-def test_files_and_make_targets_named_in_the_readme_exist():
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *DOCS.glob("*.md")], ids=lambda p: p.name)
+def test_make_targets_and_python_modules_of_commands_exist(page):
+    text = page.read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"(?:^|`|&& )make ([a-z-]+)", text, flags=re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+    for module in re.findall(r"python -m ((?:docs|tests|benchmarks)[\w.]*)", text):
+        assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), module
+
+
+def test_files_named_in_the_readme_exist():
     for path in re.findall(r"(?:configs|tools|docs)/[\w./-]+\.\w+", README):
         assert (ROOT / path).is_file()
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"`make (\w+)|^make (\w+)", README, flags=re.MULTILINE):
-        assert re.search(rf"^{''.join(target)}:", makefile, flags=re.MULTILINE)
+
+
+PAGE_CODE = [
+    pytest.param(code, id=f"{page.name}-{index}")
+    for page in [*ROOT.glob("*.md"), *sorted(DOCS.glob("*.md"))]
+    for index, code in enumerate(
+        re.findall(
+            r"^```python\n(.*?)^```", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE
+        )
+    )
+]
+
+
+def resolve(node, scope):
+    """Returns the object that a dotted name leads to from an import; None if it is a variable."""
+    if isinstance(node, ast.Name):
+        return scope.get(node.id)
+    if isinstance(node, ast.Attribute):
+        owner = resolve(node.value, scope)
+        if owner is not None:
+            return getattr(owner, node.attr)
+    return None
+
+
+@pytest.mark.parametrize("code", PAGE_CODE)
+def test_imports_attributes_and_keywords_of_python_examples_exist(code):
+    tree = ast.parse(code)
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    scope = {}
+    exec(compile(ast.Module(imports, type_ignores=[]), "imports", "exec"), scope)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            resolve(node, scope)
+        if isinstance(node, ast.Call):
+            function = resolve(node.func, scope)
+            starred = [word for word in node.keywords if word.arg is None]
+            if function is None or starred or not callable(function):
+                continue
+            with contextlib.suppress(ValueError):  # built-in functions without a signature
+                signature = inspect.signature(function)
+                signature.bind_partial(**{str(word.arg): None for word in node.keywords})
 
 
 def find_ours():

@@ -1,10 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Parses all commands on the pages, and runs those marked "tested".
+"""Parses all commands on pages, in docstrings and in configs, and runs those marked "tested".
 
-Each block of commands follows a comment: ``<!-- tested -->``, ``<!-- needs … -->`` or
-``<!-- takes … -->``. The site shows the last two.
+On a page, each block of commands follows a comment: ``<!-- tested -->``, ``<!-- needs … -->`` or
+``<!-- takes … -->``. The site shows the last two. Of a command inside a sentence, such as an error
+message, the flags and keys are looked up.
 """
 
+import ast
+import contextlib
+import io
 import json
 import os
 import re
@@ -19,13 +23,19 @@ from pathlib import Path
 import PIL.Image
 import pytest
 
-from qbheat_det.config import get_cfg, get_config_path
+from qbheat_det.config import get_cfg, get_config_path, load_config
+from qbheat_det.config.loading import check_timm_name, list_leaves
+from qbheat_det.model_zoo import list_entries
 from tests.toy_set import draw_toy_set
 
 from .tool_modules import load_tool
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MORE_PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "MODEL_ZOO.md"]  # without comments before blocks
+NOTEBOOKS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+SOURCES = sorted(path for area in ("qbheat_det", "tools") for path in (ROOT / area).rglob("*.py"))
 COMMAND = re.compile(r"^\s*(?:\w+=\S+ )*(?:qbheat|python tools/|torchrun)", flags=re.MULTILINE)
 _FENCE = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^ *```(?:bash|sh)\n(.*?)^ *```", flags=re.M | re.S)
 # Commands print their words instead of running.
@@ -71,14 +81,60 @@ class Block:
         return f"{self.page}: {self.text.strip().splitlines()[0][:60]}"
 
 
-def find_blocks():
-    """Returns all blocks with commands of this package."""
-    blocks = [
-        Block(page.name, mark, text)
-        for page in PAGES
-        for mark, text in _FENCE.findall(page.read_text("utf-8"))
-    ]
+def find_blocks(pages):
+    """Returns all blocks of pages with commands of this package."""
+    blocks = []
+    for page in pages:
+        for mark, text in _FENCE.findall(page.read_text("utf-8")):
+            blocks.append(Block(page.name, mark, text))
     return [block for block in blocks if COMMAND.search(block.text)]
+
+
+def find_examples(path):
+    """Returns a block for each docstring of a Python file that has indented commands."""
+    blocks = []
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            continue
+        doc = (ast.get_docstring(node) or "").replace("\\\n", " ")
+        lines = [line.strip() for line in doc.splitlines() if line.startswith("  ")]
+        commands = [line for line in lines if COMMAND.match(line)]
+        if commands:
+            blocks.append(Block(str(path.relative_to(ROOT)), "", "\n".join(commands)))
+    return blocks
+
+
+def find_card(path):
+    """Returns the commands in the comment card of a config."""
+    lines = path.read_text("utf-8").splitlines()
+    card = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
+    match = re.search(r"Command: +(.*?) [A-Z][a-z]+:", card)
+    if match is None:
+        return []
+    text = re.sub(r"<[^>]*>", "W", match[1]).replace(", or ", "\n")
+    text = re.sub(r"\[(--[^]]+)\]", r"\1", text)  # flags that may be left out
+    text = re.sub(r"^tools/", "python tools/", text, flags=re.MULTILINE)
+    return [Block(str(path.relative_to(ROOT)), "", text)]
+
+
+def find_sentences():
+    """Returns prose that may name commands: pages, notebooks, and all strings of Python files."""
+    sentences = []
+    for page in (*PAGES, *MORE_PAGES, *NOTEBOOKS):
+        sentences.append((page.name, page.read_text("utf-8")))
+    for path in SOURCES:
+        tree = ast.parse(path.read_text("utf-8"))
+        inside = set()  # parts of f-strings
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                inside.update(id(part) for part in node.values)
+                text = ""
+                for part in node.values:
+                    text += part.value if isinstance(part, ast.Constant) else "X"
+                sentences.append((path.name, text))
+            elif isinstance(getattr(node, "value", None), str) and id(node) not in inside:
+                sentences.append((path.name, node.value))
+    return sentences
 
 
 def expand(block):
@@ -111,12 +167,14 @@ def load_commands():
     return scope["COMMANDS"]
 
 
-BLOCKS = find_blocks()
+BLOCKS = find_blocks(PAGES)
+EXAMPLES = [block for path in SOURCES for block in find_examples(path)]
+CARDS = [block for path in CONFIGS for block in find_card(path)]
 TESTED = sorted({block.page for block in BLOCKS if block.mark == "tested"})
 
 
 def check_command(words):
-    """Parses a command, and asserts that its config and the keys of its overrides exist."""
+    """Parses a command, merges its config and its overrides, and looks up its weights."""
     name, arguments = find_tool(words)
     if not name or "…" in " ".join(words):
         return
@@ -127,21 +185,78 @@ def check_command(words):
         with pytest.raises(SystemExit, match=r"^0$"):
             tool.parse_args(arguments)
         return
-    args = tool.parse_args(arguments)
-    config = getattr(args, "config_file", None) or ""
+    args = vars(tool.parse_args(arguments))
+    config = args.get("config_file") or None
     if config and not config.startswith(("output/", "mine/")):
-        assert (ROOT / config).is_file() or Path(get_config_path(config)).is_file()
-    opts = getattr(args, "opts", None) or []
-    for key in opts[::2]:
-        node = get_cfg()
-        for part in key.split("."):
-            node = node[part]
+        config = get_config_path(str(ROOT / config) if config.startswith("configs/") else config)
+    else:
+        config = None
+    load_config(config, args.get("opts") or [])
+    weights = args.get("weights") or []
+    for file in [weights] if isinstance(weights, str) else weights:
+        check_weights(file.split("=", 1)[-1])
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_a_command_parses_and_its_configs_and_keys_exist(block):
-    for words in expand(block):
+@cache
+def find_families():
+    """Returns the names of the model zoo, and their first parts."""
+    names = {entry.name for entry in list_entries()}
+    return names, {name.split("/")[0] for name in names}
+
+
+def check_weights(file):
+    """Asserts that an address of weights, or a name in the zoo, exists."""
+    names, families = find_families()
+    name = file.removeprefix("qbheat://")
+    if file.startswith("timm://"):
+        check_timm_name(file.removeprefix("timm://"))
+    elif file.startswith("qbheat://") or name.split("/")[0] in families:
+        assert name in names
+
+
+@pytest.mark.parametrize("block", [*BLOCKS, *find_blocks(MORE_PAGES), *EXAMPLES, *CARDS], ids=str)
+def test_a_command_parses_and_its_config_and_weights_exist(block):
+    commands = expand(block)
+    assert commands
+    for words in commands:
         check_command(words)
+
+
+@cache
+def find_flags(command):
+    """Returns the flags of a command of ``qbheat``."""
+    tool = load_tool(load_commands()[command][0])
+    if not hasattr(tool, "parse_args"):
+        return {"--help"}
+    text = io.StringIO()
+    subcommands = (["list"], ["fetch"]) if command == "zoo" else ([],)
+    for words in subcommands:
+        with contextlib.redirect_stdout(text), pytest.raises(SystemExit):
+            tool.parse_args([*words, "--help"])
+    return set(re.findall(r"^  (?:-h, )?(--[\w-]+)", text.getvalue(), flags=re.MULTILINE))
+
+
+def test_flags_and_keys_of_commands_in_sentences_exist():
+    known = load_commands()
+    is_key = load_tool("arguments")._KEY.fullmatch
+    keys = {key for key, _ in list_leaves(get_cfg())}
+    number = 0
+    for place, text in find_sentences():
+        for command in re.findall(r"[`']qbheat ([a-z]+)\b", text):
+            assert command in known or command == "version", (place, command)
+        for command, rest in re.findall(r"qbheat (\w+)((?: [^\s`,;)]+)+)", text):
+            if command not in known:
+                continue
+            number += 1
+            for word in rest.split():
+                flag = re.match(r"--[a-z][\w-]*", word)
+                assert not flag or flag[0] in find_flags(command), (place, command, rest)
+                word = word.rstrip(".:")
+                assert not is_key(word) or word in keys, (place, command, rest)
+        for name in re.findall(r"qbheat://([\w./-]*\w)", text):
+            is_placeholder = re.match(r"(timm/)?(NAME|X$)", name)
+            assert is_placeholder or name in find_families()[0], (place, name)
+    assert number > 150
 
 
 def test_users_of_other_libraries_see_commands():

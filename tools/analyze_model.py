@@ -2,14 +2,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Count multiply-adds and parameters of the paper's models, or of the detector in a config.
 
-python tools/analyze_model.py --all [--json FILE]
-python tools/analyze_model.py --config-file F [--size H W] [--depth N] [KEY VALUE …]
-
 The paper is Self-Supervised Learning based on Heat Equation, arXiv:2211.13228, with Tables 1, 5, 6,
 7, 14 and 15. It does not state its counting rules. Two rules (CountingRule in the package) give
 most of the printed numbers: EXT for detectors and linear classifiers, and CORE for transformer
 classifiers. Parameters of detection backbones exclude BatchNorm's scale and offset, which are
 buffers in frozen backbones.
+
+examples:
+  python tools/analyze_model.py --all
+  python tools/analyze_model.py --config-file coco/mf_detr_211_285M_probe.yaml --size 640 640
 """
 
 import argparse
@@ -23,6 +24,7 @@ from math import ceil
 from pathlib import Path
 
 import torch
+from arguments import make_parser
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import build_model
 from detectron2.modeling.meta_arch.retinanet import RetinaNetHead
@@ -291,16 +293,14 @@ def map_size(size: Sequence[int], stride: int) -> tuple[int, int]:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--all", action="store_true", help="all models of the paper's tables")
     which.add_argument("--config-file", metavar="F", help="YAML of a detector")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the cells of the tables")
     parser.add_argument("--size", type=int, nargs=2, default=(800, 1333), metavar=("H", "W"))
     parser.add_argument("--depth", type=int, default=2, help="module levels to list (default: 2)")
-    parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="overrides of the config")
+    parser.add_overrides()
     args = parser.parse_args(argv)
     if min(args.size) < 32:
         parser.error("--size is at least 32 x 32 pixels")

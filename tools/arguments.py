@@ -7,8 +7,10 @@ Does not import torch, Detectron2 or the package, so that ``--help`` is fast.
 import argparse
 import logging
 import os
+import re
 import sys
 import warnings
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 # On busy machines, waiting threads should sleep: spinning took 30 times as long. On idle cores,
@@ -41,6 +43,11 @@ FLAGS_OF_OTHERS = {
 }
 """Our flags by the flags of other libraries."""
 
+_SECTIONS = "DATALOADER|DATASETS|GLOBAL|INPUT|MODEL|SOLVER|TEST"
+_KEYS_WITHOUT_DOT = "SEED|OUTPUT_DIR|CUDNN_BENCHMARK|FLOAT32_PRECISION|VIS_PERIOD|VERSION"
+# Not any word in capitals, which may be a file such as PHOTO.JPG.
+_KEY = re.compile(rf"({_KEYS_WITHOUT_DOT}|({_SECTIONS})(\.[A-Z0-9_]+)+)(=.*)?", flags=re.DOTALL)
+
 
 class Parser(argparse.ArgumentParser):
     """A parser without abbreviated flags, whose errors help users of other libraries.
@@ -57,6 +64,63 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("prog", self.command)
         layout = argparse.RawDescriptionHelpFormatter
         super().__init__(formatter_class=layout, allow_abbrev=False, **options)
+
+    def add_overrides(self, about: str = "overrides of the config, such as SEED 2") -> None:
+        """Adds the argument ``opts``: pairs of a config key and a value, between any two flags."""
+        self.add_argument("opts", nargs="*", default=[], metavar="KEY VALUE", help=about)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parses the words of a command, by default those of ``sys.argv``.
+
+        A flag that takes several values ends at a config key, such as ``--images`` in
+        ``--images photos SEED 2``. A file in the current folder is never a key.
+        """
+        words = list(sys.argv[1:] if args is None else args)
+        if not any(action.dest == "opts" for action in self._actions):
+            return super().parse_args(words, namespace)
+        words, pairs = self._split_overrides(words)
+        parsed = self.parse_intermixed_args(words, namespace)
+        for word in parsed.opts:
+            if "=" in word:
+                self.error(
+                    f"'{word}': flags are --NAME VALUE, such as --epochs 3; overrides KEY VALUE"
+                )
+        parsed.opts = [*pairs, *parsed.opts]
+        return parsed
+
+    def _split_overrides(self, words: list[str]) -> tuple[list[str], list[str]]:
+        """Returns the other words, and the config keys with the value after each of them."""
+        others: list[str] = []
+        pairs: list[str] = []
+        position = 0
+        while position < len(words):
+            word = words[position]
+            if word == "--":  # all words after it are values
+                break
+            if not _KEY.fullmatch(word) or os.path.exists(word):
+                number = 1 + self._count_values(word)
+                others += words[position : position + number]
+                position += number
+                continue
+            if "=" in word:
+                self.error(f"'{word}': write KEY VALUE, without '='")
+            value = words[position + 1 : position + 2]
+            if not value or value[0].startswith("--"):
+                self.error(f"the config key {word} has no value")
+            pairs += [word, *value]
+            position += 2
+        return others + words[position:], pairs
+
+    def _count_values(self, word: str) -> int:
+        """Returns how many of the next words belong to a flag; 0 if this depends on the words."""
+        action = self._option_string_actions.get(word)
+        if action is None:
+            return 0
+        if action.nargs is None:
+            return 1
+        return action.nargs if isinstance(action.nargs, int) else 0
 
     def error(self, message: str) -> NoReturn:
         """Prints the usage and the message, and exits with code 2."""
@@ -91,21 +155,18 @@ def check_inputs(*paths: str | os.PathLike[str] | None, weights: str = "") -> No
         given.append(weights)
     for path in given:
         if "://" not in path and not os.path.exists(path):
-            hint = ""
-            if path.isupper():  # a config key such as SOLVER.EPOCHS
-                hint = " (config overrides must come last)"
-            print(f"error: there is no file or folder '{path}'{hint}", file=sys.stderr)
+            print(f"error: there is no file or folder '{path}'", file=sys.stderr)
             sys.exit(2)
 
 
-WEIGHTS = "a file (.safetensors, .pth), a run's folder, or a name in the zoo"
+WEIGHTS = "a file (.safetensors, .pth, .pkl), a run's folder, or a name in the zoo"
 SOURCES = (
     "COCO, YOLO, Pascal VOC, CSV, or the export of an annotation tool, as a folder, label file or "
     "zip; or class folders (docs/train.md lists all formats)"
 )
 
 
-def add_training_flags(parser: argparse.ArgumentParser) -> None:
+def add_training_flags(parser: Parser) -> None:
     """Adds the flags of Detectron2's ``default_argument_parser``, and flags for config keys."""
     parser.add_argument(
         "--config-file",
@@ -155,13 +216,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         "result files are written to --output if it is given",
     )
     add_process_flags(parser)
-    parser.add_argument(
-        "opts",
-        nargs="*",
-        default=[],
-        metavar="KEY VALUE",
-        help="overrides of the config, such as SOLVER.IMS_PER_BATCH 4",
-    )
+    parser.add_overrides("overrides of the config, such as SOLVER.IMS_PER_BATCH 4")
 
 
 def add_process_flags(parser: argparse.ArgumentParser) -> None:

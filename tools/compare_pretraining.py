@@ -75,10 +75,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--output", type=Path, required=True, metavar="DIR", help="folder of all results")
     add("--plan", action="store_true", help="print the commands without running them")
-    add("opts", nargs="*", default=[], metavar="KEY VALUE", help="overrides of all configs")
-    args = parser.parse_intermixed_args(argv)
-    if len(args.opts) % 2:
-        parser.error("overrides are pairs of KEY VALUE, but one has no partner")
+    parser.add_overrides("overrides of all configs, such as SOLVER.IMS_PER_BATCH 64")
+    args = parser.parse_args(argv)
     reserved = [key for key in args.opts[::2] if key in _RESERVED]
     if reserved:
         parser.error(f"{reserved[0]} is set by a flag, or by the config of the objective")

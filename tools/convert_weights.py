@@ -29,7 +29,7 @@ from arguments import make_parser
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--weights", required=True, metavar="FILE", help="weights (.safetensors, .pth)")
+    add("--weights", required=True, metavar="FILE", help="weights (.safetensors, .pth, .pkl)")
     add("--to", required=True, metavar="TARGET", help="an encoder, such as MobileFormer")
     add("--output", required=True, type=Path, metavar="FILE", help="the new file (.safetensors)")
     add("--overwrite", action="store_true", help="replace the file if it exists")

@@ -42,13 +42,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=Path("output/demo"),
         help="folder (default: output/demo); the runs of an earlier demo in it are replaced",
     )
-    parser.add_argument(
-        "opts",
-        nargs="*",
-        default=[],
-        metavar="KEY VALUE",
-        help="overrides of the config, such as SEED 2",
-    )
+    parser.add_overrides()
     return parser.parse_args(argv)
 
 

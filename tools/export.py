@@ -81,7 +81,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--overwrite", action="store_true", help="replace existing files")
     add_image_flags(parser)
-    add("opts", nargs="*", metavar="KEY VALUE", help="config overrides, last")
+    parser.add_overrides("overrides of the config, such as INPUT.MIN_SIZE_TEST 480")
     args = parser.parse_args(argv)
     check_args(parser, args)
     return args

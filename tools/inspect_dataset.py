@@ -78,7 +78,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="number of images in samples.jpg (default: 12)",
     )
-    add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides (at the end)")
+    parser.add_overrides("overrides of the config, such as INPUT.TILE 640")
     args = parser.parse_args(argv)
     if args.num_samples < 0:
         parser.error("--num-samples must be 0 or more")

@@ -69,6 +69,10 @@ ADAPTATIONS = (
     Adaptation("structures/masks.py", r"\bnp\.bool\b", "bool", 3),
     Adaptation("utils/video_visualizer.py", r"\bnp\.bool\b", "bool", 1),
     Adaptation("utils/visualizer.py", r"\bnp\.bool\b", "bool", 3),
+    # The fast COCO evaluation is compiled. As the default, it would fail after the training.
+    Adaptation(
+        "evaluation/coco_evaluation.py", r"\buse_fast_impl=True\b", "use_fast_impl=False", 2
+    ),
     # setuptools 82 has no pkg_resources.
     Adaptation("model_zoo/model_zoo.py", r"import pkg_resources", "import importlib.resources", 1),
     Adaptation(

@@ -19,7 +19,7 @@ examples:
   qbheat predict --weights detector.onnx --images photos/
 
   # share the files among four processes
-  torchrun --standalone --nproc-per-node 4 tools/predict.py \
+  torchrun --standalone --nproc-per-node 4 tools/predict.py \\
       --weights output/run --images photos/ --json boxes.json
 
   # predict on a Ray cluster, from an object store; writes Parquet files to the folder of --output
@@ -82,7 +82,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="also predict on overlapping square tiles, for small objects in large images "
         "(default: as in training; 0: whole images only)",
     )
-    add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides (at the end)")
+    parser.add_overrides("overrides of the config, such as INPUT.MIN_SIZE_TEST 1000")
     args = parser.parse_args(argv)
     if args.engine == "ray":
         if args.json or args.config_file or args.fast or not args.output:

@@ -87,8 +87,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="memory for feature maps, which tran-1 and tran-4 keep (default: 8)",
     )
     add("--json", metavar="FILE", type=Path, help="file that is rewritten after each row")
-    add("opts", nargs="*", default=[], metavar="KEY VALUE", help="overrides of the config")
-    return parser.parse_intermixed_args(argv)
+    parser.add_overrides("overrides of the config, such as TEST.KNN.K 20")
+    return parser.parse_args(argv)
 
 
 def load(args: argparse.Namespace) -> "CfgNode":

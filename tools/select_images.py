@@ -66,9 +66,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="N",
-        help="for each strategy, "
-        "train on N images of --data that it selects, and plot AP50 over N; put another flag "
-        "between N and KEY VALUE",
+        help="for each strategy, train on N images of --data that it selects, and plot AP50 over N",
     )
     add(
         "--strategies",
@@ -83,15 +81,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="SEED",
         help="with --simulate: seeds of selection and training (default: 1 2 3)",
     )
-    add(
-        "opts",
-        nargs="*",
-        default=[],
-        metavar="KEY VALUE",
-        help="with --simulate: overrides of the training config",
-    )
     add("--seed", type=int, help="seed of random (default: 0)")
-    return parser.parse_intermixed_args(argv)
+    parser.add_overrides("with --simulate: overrides of the training config")
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:

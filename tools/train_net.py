@@ -72,13 +72,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="start from --weights even if only part of the file fits the model",
     )
-    args = parser.parse_intermixed_args(argv)
-    for word in args.opts[::2]:
-        if "=" in word:
-            parser.error(
-                f"'{word}': flags are --NAME VALUE, such as --epochs 3; overrides KEY VALUE"
-            )
-    return args
+    return parser.parse_args(argv)
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:

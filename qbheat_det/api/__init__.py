@@ -61,6 +61,7 @@ def load(
 
             - a name in the model zoo, with or without the prefix "qbheat://",
             - a weights file (.safetensors, .pth) with its config inside or in the same folder,
+            - a file of Detectron2's model zoo (.pkl), or its address "detectron2://NAME",
             - the folder of a run. Its best weights are used, or the final ones if there are none,
             - an exported file (.onnx),
             - "timm://NAME" for a timm encoder, or "hf://USER/NAME" for Hugging Face.

@@ -204,7 +204,7 @@ class Encoder(Trained):
 
     @names_mistakes({"source": "images", "batch": "a list of images"})
     def embed(self, images: Picture | Iterable[Picture]) -> Tensor:
-        """Returns one vector per image (N, D), which is the mean of the coarsest feature map.
+        """Returns a vector per image (N, D), the mean of the coarsest feature map, on the CPU.
 
         Images are opened and processed one by one, so a vector does not depend on the other images,
         and ``images`` may be a generator.
@@ -220,7 +220,7 @@ class Encoder(Trained):
             outputs = self(image).values()
             maps = [output for output in outputs if output.dim() == 4]  # (1, C, H, W), not tokens
             coarsest = min(maps, key=lambda output: output.shape[2] * output.shape[3])
-            vectors.append(coarsest.mean(dim=(2, 3))[0])  # (C,)
+            vectors.append(coarsest.mean(dim=(2, 3))[0].cpu())  # (C,)
         return torch.stack(vectors)
 
     def _open(self, images: Picture | Iterable[Picture]) -> Iterator[Image]:

@@ -29,7 +29,7 @@ from qbheat_det.engine import (
     setup,
 )
 from qbheat_det.engine.logs import removes_empty_run
-from qbheat_det.engine.run_record import find_duration, find_shared_images
+from qbheat_det.engine.run_record import find_duration, find_shared_images, occupies
 
 logger = logging.getLogger(__name__)
 # Figures of a report in addition to the curves, by task.
@@ -44,14 +44,19 @@ def train_run(stages: Sequence[Stage]) -> dict[str, Any]:
 
     Returns:
         The results of the last evaluation.
+
+    Raises:
+        UserError: another run is in the folder of a stage; and the errors of ``train``.
     """
     results: dict[str, Any] = {}
     weights: Path | None = None
-    for stage in stages:
-        if weights is not None:
-            stage = stage.with_values({"MODEL.WEIGHTS": str(weights)})
-        results = train(stage)
-        weights = stage.final_weights
+    folders = [stage.folder for stage in stages]
+    with occupies(folders, resume=any(stage.resume for stage in stages)):
+        for stage in stages:
+            if weights is not None:
+                stage = stage.with_values({"MODEL.WEIGHTS": str(weights)})
+            results = train(stage)
+            weights = stage.final_weights
     return results
 
 

@@ -3,6 +3,7 @@
 
 Python's own ``Unpickler`` is not used. Restricted to a table of names it runs no code, but a small
 file can still exhaust memory (an index of 2**31 in its memo), or hash a nested tuple for ever.
+Integers of any size can be chosen to have the same hash, so larger ones are refused as keys.
 """
 
 import math
@@ -17,6 +18,7 @@ from qbheat_det.core.errors import UserError
 
 _MAX_OPERATIONS = 500_000  # a detector takes about 10,000
 _MAX_PROTOCOL = 5
+_MAX_KEY = 2**60  # Python hashes integers modulo 2**61 - 1
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _EMPTY: dict[str, Callable[[], Any]] = {
     "EMPTY_DICT": dict,
@@ -66,7 +68,7 @@ class _Reader:
         self._memo: dict[int, Any] = {}
         self._globals: dict[str, Any] = {
             "numpy ndarray": "numpy ndarray",  # only an argument of ``_reconstruct``
-            "numpy dtype": _find_dtype,
+            "numpy dtype": self._find_dtype,
             "collections OrderedDict": _make_empty(dict),
             "_codecs encode": self._encode,
         }
@@ -122,6 +124,8 @@ class _Reader:
         elif name == "MEMOIZE":
             self._memo[len(self._memo)] = self._stack[-1]
         elif name in ("PUT", "BINPUT", "LONG_BINPUT"):
+            if argument > _MAX_KEY:
+                raise ValueError
             self._memo[argument] = self._stack[-1]
         elif name in ("GET", "BINGET", "LONG_BINGET"):
             self._stack.append(self._memo[argument])
@@ -160,6 +164,8 @@ class _Reader:
         for key, value in zip(items[::2], items[1::2], strict=True):
             if not isinstance(key, str | int):  # the hash of a nested tuple can crash Python
                 raise TypeError
+            if isinstance(key, int) and abs(key) > _MAX_KEY:
+                raise ValueError
             target[key] = value
 
     def _find_global(self, name: str) -> Any:
@@ -170,6 +176,14 @@ class _Reader:
                 "dicts, strings, numbers and NumPy arrays are read, such as tensor.numpy()"
             )
         return self._globals[name]
+
+    def _find_dtype(self, name: str, *_: Any) -> np.dtype[Any]:
+        if name not in _DTYPES:  # such as "O8", an array of objects
+            raise UserError(
+                f"'{self._path}' is refused: it has arrays of the type {str(name)[:20]!a}; only "
+                "integers, bool, float16, float32 and float64 are read"
+            )
+        return np.dtype(name)
 
     def _encode(self, text: str, encoding: str = "latin1") -> bytes:
         """Returns bytes, which pickles before protocol 3 store as text."""
@@ -190,8 +204,11 @@ class _Reader:
 
     def _set_state(self, target: Any, state: Any) -> None:
         if isinstance(target, np.dtype):
-            if state[1] not in ("<", "|", "="):  # big-endian
-                raise TypeError
+            if state[1] not in ("<", "|", "="):
+                raise UserError(
+                    f"'{self._path}' has big-endian arrays: save them as little-endian, such as "
+                    "array.astype('<f4')"
+                )
         elif isinstance(target, np.ndarray):
             _, shape, dtype, is_fortran, data = state
             self._fill(target, shape, dtype, is_fortran, data)
@@ -209,19 +226,20 @@ class _Reader:
             raise ValueError
         array.__setstate__((1, shape, dtype, bool(is_fortran), content))
 
-    def _make_array(self, data: Any, dtype: Any, shape: Any, order: str, *_: Any) -> Any:
+    def _make_array(
+        self, data: Any, dtype: Any, shape: Any, order: str, axes: tuple[int, ...] | None = None
+    ) -> Any:
+        """Returns an array; with the order "K", its axes are those of the stored array permuted."""
         array = np.empty(0)
         self._fill(array, shape, dtype, order == "F", data)
+        if order == "K" and axes is not None:
+            return array.transpose(axes)
+        if order not in ("C", "F"):
+            raise ValueError
         return array
 
     def _make_scalar(self, dtype: Any, data: Any) -> bool | int | float:
         return self._make_array(data, dtype, (), "C").item()
-
-
-def _find_dtype(name: str, *_: Any) -> np.dtype[Any]:
-    if name not in _DTYPES:  # such as "O8", an array of objects
-        raise ValueError
-    return np.dtype(name)
 
 
 def _reconstruct(*_: Any) -> Any:

@@ -10,8 +10,9 @@ import yaml
 from detectron2.config import CfgNode
 
 from qbheat_det.config import get_cfg, get_value, load_config
-from qbheat_det.config.loading import Loader
+from qbheat_det.config.loading import load_yaml
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import one_line
 
 from .matching import bare_backbone
 from .weights_file import find_weights, info_of, local_weights, read_weights
@@ -47,7 +48,7 @@ def load_run_config(
     weights = find_weights(weights)
     if config_file:
         cfg = load_config(config_file, opts)
-        info = info_of(weights)
+        info = info_of(weights) if weights else None
         if info is not None and not cfg.MODEL.CLASS_NAMES:
             cfg.MODEL.CLASS_NAMES = list(info.class_names)
             cfg.MODEL.CATEGORY_IDS = list(info.category_ids)
@@ -97,6 +98,13 @@ def _load_config_of_weights(weights: str, opts: Sequence[str]) -> CfgNode:
     config_file = Path(local_weights(weights)).parent / "config.yaml"
     if not config_file.is_file():
         raise UserError(f"no config inside '{weights}' or beside it: name one with --config-file")
+    try:
+        load_config(config_file)
+    except UserError as error:
+        raise UserError(
+            f"{error}. If the run is of another project or of a LazyConfig, name a config of this "
+            "package with --config-file"
+        ) from error
     cfg = load_config(config_file, opts)
     _refuse_pickles(cfg, f"'{config_file}'", opts)
     return cfg
@@ -105,26 +113,21 @@ def _load_config_of_weights(weights: str, opts: Sequence[str]) -> CfgNode:
 def load_embedded_config(text: str, where: str, opts: Sequence[str] = ()) -> CfgNode:
     """Reads an untrusted config inside another file, which messages refer to as ``where``.
 
-    Raises a ``UserError`` if the text is not a valid config, has aliases or a ``_BASE_``, or names
-    files that Detectron2 would unpickle. ``opts`` are overrides, as alternating keys and values.
+    Raises a ``UserError`` if the text is not a valid config, has a ``_BASE_``, or names files that
+    Detectron2 would unpickle. ``opts`` are overrides, as alternating keys and values.
     """
     try:
-        events = list(yaml.parse(text, Loader=Loader))
+        content = load_yaml(text)
     except yaml.YAMLError as error:
-        raise UserError(f"{where} is not plain YAML") from error
-    for event in events:
-        # A small file with nested aliases could fill the memory.
-        is_alias = isinstance(event, yaml.AliasEvent)
-        # The parsed value is compared, because escapes can hide "_BASE_" in the text.
-        names_base_file = getattr(event, "value", "") == "_BASE_"
-        if is_alias or names_base_file:
-            raise UserError(f"{where} is refused: it refers to other files or to itself")
+        raise UserError(f"{where} is not plain YAML: {one_line(error)}") from error
+    if isinstance(content, dict) and "_BASE_" in content:
+        raise UserError(f"{where} is refused: it refers to other files")
     with tempfile.TemporaryDirectory() as folder:
         unpacked = Path(folder) / "config.yaml"
         unpacked.write_text(text, encoding="utf-8", errors="replace")
         try:
             cfg = load_config(unpacked, opts)
-        except (UserError, RecursionError) as error:
+        except UserError as error:
             message = str(error).replace(str(unpacked), where)
             if where not in message:
                 message = f"{where}: {message}"

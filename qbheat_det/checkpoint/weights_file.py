@@ -30,6 +30,7 @@ from qbheat_det.config import dump_config
 from qbheat_det.config.loading import TIMM_PREFIX, load_yaml
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record, write_atomically
+from qbheat_det.core.text import one_line
 
 from .detectron2_files import read_detectron2_file
 
@@ -230,7 +231,10 @@ def local_weights(path: str) -> str:
     except UserError:
         raise
     except Exception as error:  # path handlers raise errors of many types
-        raise UserError(f"'{path}' cannot be fetched: {error}") from error
+        raise UserError(
+            f"'{path}' cannot be fetched: {one_line(error)}; without a network, copy the file to "
+            "this machine and name its path"
+        ) from error
 
 
 def find_weights(name: str | os.PathLike[str]) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,11 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 # The loader of libyaml is ten times as fast.
 Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper: type = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-_MAX_DEPTH = 100  # largest depth of nested values in YAML
+_TextLoader: type = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+# Limits of YAML after its aliases are expanded. A long text counts as several values.
+_MAX_DEPTH = 100
+_MAX_NODES = 1_000_000
+_CHARACTERS_OF_NODE = 100
 
 # Maps keys whose unit is epochs to Detectron2's keys in iterations, which are computed from them.
 EPOCH_KEYS = {
@@ -48,13 +53,13 @@ def get_config_path(name: str | os.PathLike[str]) -> str:
     Raises:
         UserError: there is no such file; the message names shipped configs with similar names.
     """
-    if Path(name).is_file():
+    if os.path.isfile(name):
         return str(name)
     short = os.fspath(name).removeprefix("configs/")
     # The folder is inside the package in a wheel, and next to it in a checkout.
     roots = [_PACKAGE / "configs", _PACKAGE.parent / "configs"]
     for root in roots:
-        if (root / short).is_file():
+        if os.path.isfile(root / short):
             return str(root / short)
     names: set[str] = set()
     for root in roots:
@@ -122,17 +127,70 @@ def _to_dict(cfg: CfgNode) -> dict[str, object]:
     return values
 
 
-def load_yaml(text: str) -> Any:
-    """Parses YAML. Raises a ``YAMLError`` if it is invalid, or too deeply nested for libyaml."""
-    depth = 0  # number of lists and mappings around the present value
+def load_yaml(text: str, *, scalars_as_text: bool = False) -> Any:
+    """Parses untrusted YAML.
+
+    Args:
+        text: the YAML.
+        scalars_as_text: whether names such as "off" and "0123" stay as they are written.
+
+    Raises:
+        YAMLError: the text is invalid, or too deeply nested for libyaml; its aliases expand to too
+            many values; or a value cannot be represented, such as a date in the 13th month.
+    """
+    loader = _TextLoader if scalars_as_text else Loader
+    try:
+        _check_expansion(text)
+        return yaml.load(text, Loader=loader)
+    except yaml.YAMLError:
+        raise
+    except Exception as error:  # the constructors of values raise errors of many types
+        raise yaml.YAMLError(one_line(error)) from error
+
+
+@dataclass
+class _Extent:
+    """How much a value of YAML contains after its aliases are expanded.
+
+    Attributes:
+        anchor: the name by which aliases refer to the value; None if it has none.
+        num_nodes: number of scalars, lists and mappings, including itself.
+        depth: levels of lists and mappings; 0 for a scalar.
+    """
+
+    anchor: str | None
+    num_nodes: int = 1
+    depth: int = 0
+
+
+def _check_expansion(text: str) -> None:
+    """Raises a ``YAMLError`` if YAML is too large or too deep after its aliases are expanded."""
+    anchored: dict[str, _Extent] = {}
+    around = [_Extent(None, num_nodes=0)]  # the document, then the opened lists and mappings
     for event in yaml.parse(text, Loader=Loader):
         if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
+            anchored.pop(event.anchor, None)  # the value has no end yet, so it has no extent
+            around.append(_Extent(event.anchor, depth=1))
+            value = _Extent(None, num_nodes=0)
         elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-        if depth > _MAX_DEPTH:
+            value = around.pop()
+        elif isinstance(event, yaml.ScalarEvent):
+            value = _Extent(event.anchor, 1 + len(event.value) // _CHARACTERS_OF_NODE)
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor not in anchored:
+                raise yaml.YAMLError(f"the alias '*{event.anchor}' has no value, or is in its own")
+            value = anchored[event.anchor]
+        else:
+            continue
+        if value.anchor is not None:
+            anchored[value.anchor] = value
+        outer = around[-1]
+        outer.num_nodes += value.num_nodes
+        outer.depth = max(outer.depth, value.depth + 1)
+        if outer.num_nodes > _MAX_NODES:
+            raise yaml.YAMLError(f"it has, or its aliases expand to, over {_MAX_NODES:,} values")
+        if len(around) - 1 + value.depth > _MAX_DEPTH:
             raise yaml.YAMLError(f"values are nested in more than {_MAX_DEPTH} levels")
-    return yaml.load(text, Loader=Loader)
 
 
 def read_values(text: str) -> dict[str, object]:
@@ -188,14 +246,14 @@ def _set(cfg: CfgNode, key: str, value: object, source: str) -> None:
         ) from None
     if isinstance(present, CfgNode):
         raise UserError(f"{source}: '{key}' is a group of keys and takes no value of its own")
-    is_integer = str(value).lstrip("+-").isdecimal()
-    if isinstance(present, float) and is_integer:
-        value = float(str(value))  # yacs refuses an integer as the value of a float
     try:
+        is_integer = str(value).lstrip("+-").isdecimal()
+        if isinstance(present, float) and is_integer:
+            value = float(str(value))  # yacs refuses an integer as the value of a float
         if present is not None and str(value) == "None":  # yacs accepts None for any type
             raise ValueError(f"there is no value, expected {type(present).__name__}")
         cfg.merge_from_list([key, value])
-    except (ValueError, KeyError, AssertionError) as error:
+    except Exception as error:  # yacs parses text with ast.literal_eval, which may raise any
         raise UserError(f"{source}, {key}: {one_line(error)}") from error
 
 
@@ -210,11 +268,11 @@ def _read_layers(
     absolute = Path(os.path.abspath(path))
     if absolute in children:
         raise UserError(f"{path} and {children[-1]} inherit from each other by _BASE_")
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path.is_file raises an error for a name of 300 characters
         raise UserError(f"config file '{path}' does not exist")
     try:
         content = load_yaml(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not plain YAML: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} is not a config: its top level must be a mapping of keys")
@@ -233,7 +291,7 @@ def _read_layers(
     first_stage = values.get("SOLVER.FIRST_STAGE")
     if first_stage:  # a path relative to this file, or the name of a shipped config
         relative_to_file = absolute.parent / os.path.expanduser(str(first_stage))
-        if relative_to_file.is_file():
+        if os.path.isfile(relative_to_file):
             values["SOLVER.FIRST_STAGE"] = str(relative_to_file)
     return [*layers, (str(path), values)]
 

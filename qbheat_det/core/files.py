@@ -237,6 +237,47 @@ def file_lock(path: str | os.PathLike[str], waiting: str = "") -> Iterator[None]
         lock.release()
 
 
+@contextlib.contextmanager
+def try_file_lock(path: str | os.PathLike[str]) -> Iterator[bool]:
+    """Context that holds a lock, unless another process has it. Yields whether this process has it.
+
+    Unlike ``file_lock``, never waits. The system releases the lock if the process is killed, and
+    child processes do not inherit it. On a file system without locks, every process has the lock.
+
+    Args:
+        path: file that is used only for the lock, in an existing folder. It is removed at the end.
+    """
+    stream = _open_locked(path)
+    if stream is None:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        Path(path).unlink(missing_ok=True)
+        stream.close()
+
+
+def _open_locked(path: str | os.PathLike[str]) -> BinaryIO | None:
+    """Opens and locks a file, which is created. Returns None if another process has the lock."""
+    while True:
+        stream = open(path, "ab")  # noqa: SIM115  the caller closes it
+        if sys.platform == "win32":
+            return stream
+        try:
+            # With flock, the workers of a killed process would keep the lock for a while.
+            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            stream.close()
+            return None
+        except OSError:  # the file system has no locks
+            return stream
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(stream.fileno()), os.stat(path)):
+                return stream
+        stream.close()  # the process that had the lock has removed the file meanwhile
+
+
 def get_cache_dir() -> Path:
     """Returns ``$QBHEAT_CACHE``, or else ``qbheat_det`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     if os.environ.get("QBHEAT_CACHE"):

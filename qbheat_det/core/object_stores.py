@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Reads files of object stores, such as s3://bucket/a.jpg, with fsspec."""
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -95,7 +96,10 @@ def fetch(path: str) -> str:
         try:
             is_file = filesystem.isfile(root)
             found = filesystem.find(root, detail=True)
-            names = {_relative_name(name, root, path): name for name in found}
+            # A name that ends in "/" marks a folder, as the web pages of stores make it.
+            names = {
+                _relative_name(name, root, path): name for name in found if not name.endswith("/")
+            }
             _download(filesystem, folder, names, found, path)
         except (UserError, KeyboardInterrupt):
             raise
@@ -128,23 +132,39 @@ def _download(
     if not names:
         raise UserError(f"'{address}' does not exist, or has no files")
     record = folder.with_name(f"{folder.name}.json")  # size and version of each downloaded file
-    known: dict[str, str] = {}
+    known: Any = {}
     if record.is_file():
-        known = json.loads(record.read_text("utf-8"))
+        with contextlib.suppress(ValueError):  # damaged: all files are downloaded again
+            known = json.loads(record.read_text("utf-8"))
+        if not isinstance(known, dict):
+            known = {}
     versions = {}
     for local, name in names.items():
+        for parent in PurePosixPath(local).parents:
+            if str(parent) in names:
+                raise UserError(
+                    f"'{address}' has a file '{parent}' and files in a folder of this name, which "
+                    "cannot be on a disk together: rename one of them"
+                )
         info = found[name]
         marks = [str(info[mark]) for mark in _MARKS if info.get(mark)]
         versions[local] = "|".join([str(info.get("size")), *marks])
     missing = []
-    for local in names:
-        if known.get(local) != versions[local] or not (folder / local).is_file():
+    for local, name in names.items():
+        is_known = known.get(local) == versions[local] and (folder / local).is_file()
+        if is_known and found[name].get("size") is not None:
+            is_known = found[name]["size"] == (folder / local).stat().st_size
+        if not is_known:
             missing.append(local)
-    for local in known.keys() - names.keys():
-        (folder / local).unlink(missing_ok=True)
+    # Also those of an interrupted download, which are not in the record.
+    for path in list(folder.rglob("*")):
+        if path.is_file() and path.relative_to(folder).as_posix() not in names:
+            path.unlink()
     known = {local: known[local] for local in names if local in known and local not in missing}
     size = sum(found[names[local]].get("size") or 0 for local in missing)
     folder.mkdir(parents=True, exist_ok=True)
+    # Before a file changes, since an interrupted download leaves a part of it.
+    write_atomically(record, json.dumps(known).encode())
     free = shutil.disk_usage(folder).free
     if size > free:
         raise UserError(f"'{address}' has {format_bytes(size)}, but {format_bytes(free)} are free")
@@ -153,12 +173,13 @@ def _download(
             batch = missing[start : start + _BATCH]
             targets = [folder / local for local in batch]
             for target in targets:
+                if target.is_dir():  # a folder without files since this name is a file's
+                    shutil.rmtree(target)
                 target.parent.mkdir(parents=True, exist_ok=True)
             filesystem.get([names[local] for local in batch], [str(target) for target in targets])
             known.update({local: versions[local] for local in batch})
             write_atomically(record, json.dumps(known).encode())
             bar.update(len(batch))
-    write_atomically(record, json.dumps(known).encode())
 
 
 PathManager.register_handler(ObjectStores())

@@ -312,8 +312,11 @@ def find_repeat_factors(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> Tens
             "DATALOADER.SAMPLER_TRAIN RepeatFactorTrainingSampler needs images with boxes: use "
             "TrainingSampler"
         )
+    options = {}
+    if "REPEAT_SQRT" in node:  # a key of Detectron2 after 0.6
+        options["sqrt"] = node.REPEAT_SQRT
     return RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(
-        dataset, node.REPEAT_THRESHOLD
+        dataset, node.REPEAT_THRESHOLD, **options
     )
 
 

@@ -32,6 +32,7 @@ from qbheat_det.data import LEFT_OUT_FILE, SEEN_FILE, SPLIT_FILE
 from qbheat_det.modeling.contracts import get_backbone, get_encoder
 
 from .hooks import TrainingRun
+from .run_record import LOCK_FILE
 
 logger = logging.getLogger(__name__)
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -74,7 +75,7 @@ def removes_empty_run(folder: Path) -> Iterator[None]:
     try:
         yield
     except UserError:
-        written_before_training = {"log.txt", LEFT_OUT_FILE, SEEN_FILE, SPLIT_FILE}
+        written_before_training = {"log.txt", LEFT_OUT_FILE, LOCK_FILE, SEEN_FILE, SPLIT_FILE}
         names = {path.name for path in folder.iterdir()}
         if names <= written_before_training:
             _close_log()

@@ -1,10 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """How a stage starts, and ``run.json``, the record of all starts of a run."""
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,9 +18,11 @@ from detectron2.utils import comm
 from qbheat_det.config import load_config
 from qbheat_det.core.environment import find_commit, list_versions
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import write_atomically
+from qbheat_det.core.files import file_lock, try_file_lock, write_atomically
 
 RUN_FILE = "run.json"
+LOCK_FILE = ".run.lock"
+"""File in ``OUTPUT_DIR`` that exists while a run trains there."""
 FIRST_STAGE_FOLDER = "first_stage"
 """Subfolder of ``OUTPUT_DIR`` in which ``SOLVER.FIRST_STAGE`` trains."""
 
@@ -100,6 +103,42 @@ def check_start(start: Start, weights: str) -> None:
         )
 
 
+@contextlib.contextmanager
+def occupies(folders: Sequence[Path], *, resume: bool) -> Iterator[None]:
+    """Context in which no other new run can start in the folders of a run's stages.
+
+    All processes of the run must enter it. A resumed run does not wait for the older process of the
+    same run, which may still hold the folders: see ``YieldToNewerStart``.
+
+    Raises:
+        UserError: a run that has not ended is in a folder, or has left a checkpoint in it since
+            ``check_start``; or a folder cannot be created.
+    """
+    message = ""
+    with contextlib.ExitStack() as locks:
+        if comm.is_main_process():
+            for folder in folders:
+                try:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    has_lock = locks.enter_context(try_file_lock(folder / LOCK_FILE))
+                except OSError as error:
+                    message = f"OUTPUT_DIR '{folder}': {error.strerror}"
+                    break
+                if resume or _began_in_this_launch(folder):
+                    continue
+                if not has_lock:
+                    message = (
+                        f"OUTPUT_DIR '{folder}' is in use by a run that has not ended: wait for "
+                        "it, or name another --output"
+                    )
+                elif name_last_checkpoint(folder):
+                    message = f"OUTPUT_DIR '{folder}' has another run by now: name another --output"
+        message = comm.all_gather(message)[0]
+        if message:
+            raise UserError(message)
+        yield
+
+
 def _list_initial_weights(folder: Path) -> list[str]:
     """Returns ``MODEL.WEIGHTS`` of the run in a folder and of its first stage."""
     weights = []
@@ -140,7 +179,6 @@ def record_start(
     device = cfg.MODEL.DEVICE
     if device.startswith("cuda") and torch.cuda.is_available():
         device = f"{device} ({torch.cuda.get_device_name()})"
-    earlier = read_run_record(path)
     start = {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": sys.argv,
@@ -153,12 +191,16 @@ def record_start(
         "seed": seed,
         "launch": find_launch(),
     }
-    _write_run_record(path, [*earlier, start])
+    lock = path.with_name(f".{RUN_FILE}.lock")  # two processes may resume a run at once
+    with file_lock(lock):
+        earlier = read_run_record(path)
+        _write_run_record(path, [*earlier, start])
 
     def add_duration(seconds: float) -> None:
-        starts = read_run_record(path) or [*earlier, start]  # the folder may have been deleted
-        starts[len(earlier)]["seconds"] = round(seconds, 1)
-        _write_run_record(path, starts)
+        with file_lock(lock):
+            starts = read_run_record(path) or [*earlier, start]  # the folder may have been deleted
+            starts[len(earlier)]["seconds"] = round(seconds, 1)
+            _write_run_record(path, starts)
 
     return add_duration
 

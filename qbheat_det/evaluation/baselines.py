@@ -87,7 +87,7 @@ class ReconstructionBaselines:
         """Gathers all images, and returns the mean loss over images of each baseline by name.
 
         On processes other than the main one, or without images, the dict is empty. If there are too
-        few images for ridge regression, its loss is nan.
+        few images for ridge regression, "ridge" is left out.
         """
         parts = comm.gather(_choose(self._rows), dst=0)
         rows: dict[str, _Row] = {}
@@ -105,11 +105,11 @@ class ReconstructionBaselines:
         for row in chosen:
             zeros.append([_loss(row, mask, torch.zeros(())) for mask in row.views])
             means.append([_loss(row, mask, _mean_target(row, mask)) for mask in row.views])
-        return {
-            "zero": _average(zeros),
-            "mean": _average(means),
-            "ridge": _average(_compute_ridge(chosen)),
-        }
+        losses = {"zero": _average(zeros), "mean": _average(means)}
+        ridge = _average(_compute_ridge(chosen))
+        if math.isfinite(ridge):
+            losses["ridge"] = ridge
+        return losses
 
 
 def _summarize(patches: MaskedPatches) -> _Row:

@@ -28,9 +28,11 @@ from qbheat_det.data import DataError, FixedViews
 
 # Increase this number when the file layout or the code that draws or encodes views changes, because
 # the key of a cache contains settings and weights, but not code.
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 VIEWS_PER_FILE = 32
 _METADATA_KEY = "qbheat_det"
+_CHECKSUM_KEY = "qbheat_det_crc32"
+"""Key of the checksum of the metadata, which has the boxes, classes and shapes of all views."""
 _TRUTH_DTYPES = {"gt_boxes": torch.float32, "gt_classes": torch.int64, "label": torch.int64}
 _REMOVE = "remove it and start again with --resume"
 # Reading a damaged file, or a file of another program, may raise any of these errors.
@@ -212,7 +214,9 @@ class FeatureStore:
                 "ground_truth": {name: value.tolist() for name, value in view.ground_truth.items()},
             }
         header = {"format": FORMAT_VERSION, "cache": self.folder.name, "views": metadata}
-        content = safetensors.torch.save(tensors, {_METADATA_KEY: json.dumps(header)})
+        text = json.dumps(header)
+        described = {_METADATA_KEY: text, _CHECKSUM_KEY: str(zlib.crc32(text.encode()))}
+        content = safetensors.torch.save(tensors, described)
         with naming_the_key():
             write_atomically(self.path_of(file), content)
         self._files.pop(file, None)  # if an old version is open, ``read`` opens the file again
@@ -242,7 +246,11 @@ class FeatureStore:
         expected = (FORMAT_VERSION, self.folder.name, expected_indices)
         try:
             tensors = safetensors.safe_open(path, framework="pt")
-            header = json.loads(tensors.metadata()[_METADATA_KEY])
+            described = tensors.metadata()
+            text = described[_METADATA_KEY]
+            if described[_CHECKSUM_KEY] != str(zlib.crc32(text.encode())):
+                raise ValueError("the checksum of its boxes and classes differs")
+            header = json.loads(text)
             stored = (header["format"], header["cache"], list(header["views"]))
         except _DAMAGES as error:
             raise UserError(f"'{path}' cannot be read ({error}): {_REMOVE}") from error
@@ -262,7 +270,9 @@ def naming_the_key() -> Iterator[None]:
 
 
 def _hash(values: Tensor) -> int:
-    return zlib.crc32(values.view(torch.uint8).numpy().data)
+    """Returns a checksum of the values and their type."""
+    type_checksum = zlib.crc32(str(values.dtype).encode())
+    return zlib.crc32(values.view(torch.uint8).numpy().data, type_checksum)
 
 
 def _round(feature: Tensor, dtype: torch.dtype, title: str) -> Tensor:

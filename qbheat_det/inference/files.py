@@ -56,7 +56,7 @@ def predict_files(
     ``json_file`` and returns all predictions. The others return none.
 
     Args:
-        weights: trained weights (.safetensors, .pth, qbheat://NAME) or an exported file.
+        weights: trained weights (.safetensors, .pth, .pkl, qbheat://NAME) or an exported file.
         inputs: images, videos, and folders, which are searched recursively.
         output: folder for the drawn images and videos.
         json_file: JSON file to write, with all boxes or, for a classifier, each image's classes.

@@ -108,7 +108,7 @@ def find_inputs(inputs: Sequence[str], exclude: Path | None = None) -> list[Inpu
             files.setdefault(root.resolve(), InputFile(root, root.name))
             continue
         if not root.is_dir():
-            raise UserError(f"input '{name}' does not exist (config overrides must come last)")
+            raise UserError(f"input '{name}' does not exist")
         for path in _list_media(root):
             if path.is_file():
                 real_path = path.resolve()

@@ -1,11 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Weights of the zoo in a config with other pixels: a warning with both, whoever loads them."""
 
+import dataclasses
 import logging
 
 import pytest
 import torch
+from detectron2 import model_zoo
 from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.config import LazyCall, instantiate
 from detectron2.modeling import build_model
 from detectron2.utils.file_io import PathManager
 
@@ -13,7 +16,7 @@ from qbheat_det import get_cfg
 from qbheat_det.checkpoint import SafeCheckpointer
 from qbheat_det.config import Pixels
 from qbheat_det.feature_cache.cached_backbone import CachedBackbone
-from qbheat_det.modeling.backbone import MobileFormer
+from qbheat_det.modeling.backbone import MobileFormer, MobileFormerFPN
 from qbheat_det.modeling.contracts import get_pixel_format
 
 WEIGHTS = "qbheat://distill/285M"  # trained on RGB, with ImageNet's statistics
@@ -79,6 +82,22 @@ def test_a_bare_encoder_has_no_pixels_and_loads_the_file_without_a_warning(caplo
     assert "pixels" not in caplog.text
     assert torch.equal(encoder.tokens, state["tokens"])
     assert Pixels.pop_from(dict(state)) == TRAINED
+
+
+@pytest.mark.parametrize(
+    ("pixels", "words"),
+    [(None, "set the model's input_format"), (TRAINED, ""), (Pixels("BGR"), "but the model has")],
+)
+def test_a_lazy_config_is_told_the_pixels_unless_it_passes_the_same(pixels, words, caplog):
+    model = model_zoo.get_config("common/models/retinanet.py").model
+    model.backbone = LazyCall(MobileFormerFPN)(arch="285M", in_features=["s8", "s16"])
+    if pixels:
+        model.backbone.pixels = LazyCall(Pixels)(**dataclasses.asdict(pixels))
+    with caplog.at_level(logging.WARNING):
+        load_by_detectron2(instantiate(model))
+    warnings = [text for text in caplog.messages if "trained with the pixels" in text]
+    assert len(warnings) == bool(words)
+    assert all(words in text and str(TRAINED) in text for text in warnings)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from qbheat_det.core.errors import UserError
 CONTENT = {
     "floats": np.linspace(-1, 1, 6, dtype="f4").reshape(2, 3),
     "columns": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "permuted": np.arange(24.0).reshape(2, 3, 4).transpose(1, 2, 0),
+    "permuted square": np.arange(27.0).reshape(3, 3, 3).transpose(0, 2, 1),
     "halves": np.float16([1, 2]),
     "empty": np.zeros((0, 3), np.int64),
     "bool": np.array(True),
@@ -97,6 +99,9 @@ def _double(times):
     return b"\x80\x02()q\x00" + pairs + b"}h%cK\x01sl." % times
 
 
+_EQUAL_HASHES = [i * (2**61 - 1) for i in range(1, 20_001)]
+_EQUAL_KEYS = b"".join(b"\x8a\x0c" + key.to_bytes(12, "little") + b"N" for key in _EQUAL_HASHES)
+_EQUAL_MEMO = b"".join(b"p%d\n" % key for key in _EQUAL_HASHES)
 _MANY_ARRAYS = (  # a million numbers each, from the same bytes
     b"\x80\x03(B" + struct.pack("<I", 2**20) + bytes(2**20) + b"q\x01"
     b"cnumpy.core.numeric\n_frombuffer\nq\x02cnumpy\ndtype\nU\x02u1\x85Rq\x03"
@@ -148,6 +153,8 @@ HOSTILE = {
     "list as a key": b"\x80\x02}](K\x01eK\x02s.",
     "nested tuple as a key": b"\x80\x02})" + b"\x85" * 50_000 + b"K\x01s.",
     "doubled tuple as a key": _double(100),
+    "keys with the same hash": b"\x80\x02}(" + _EQUAL_KEYS + b"u.",
+    "memo with the same hash": b"N" + _EQUAL_MEMO + b".",
     "nested lists": b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b".",
     "array of 10**12": _array(shape=b"\x8a\x06\x00\x10\xa5\xd4\xe8\x00\x85"),
     "array of 2**400": _array(shape=b"\x8a\x33" + b"\0" * 50 + b"\x01\x85"),

@@ -20,6 +20,7 @@ from qbheat_det.checkpoint import (
     class_names_of,
     find_weights,
     info_of,
+    load_run_config,
     read_weights,
     save_weights,
 )
@@ -171,3 +172,18 @@ def test_a_folder_stands_for_its_best_weights_and_a_bare_name_for_a_zoo_entry(tm
     for kept in ("", "a.pth", "https://x/y", str(tmp_path / "model_final.pth")):
         assert find_weights(kept) == kept
     assert find_weights("mobile_former/1.0G") == "qbheat://mobile_former/1.0G"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "MODEL:\n  SPOT:\n    WEIGHT: 2.0\n",
+        "model:\n  _target_: !!python/name:torch.nn.Conv2d ''\n",
+    ],
+    ids=["another project", "LazyConfig"],
+)
+def test_a_run_of_another_project_is_named_as_one(tmp_path, content):
+    torch.save({"model": {"a": torch.ones(1)}}, tmp_path / "model_final.pth")
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(UserError, match=r"config\.yaml.*another project.*--config-file"):
+        load_run_config(str(tmp_path / "model_final.pth"))

@@ -1,8 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """YAML, overrides and schedules: what is merged, and what is refused with which sentence."""
 
+import random
+
 import pytest
 import torch
+import yaml
 from detectron2.config import get_cfg as get_detectron2_cfg
 
 from qbheat_det.config import (
@@ -11,8 +14,9 @@ from qbheat_det.config import (
     get_cfg,
     get_config_path,
     load_config,
+    loading,
 )
-from qbheat_det.config.loading import EPOCH_KEYS, switch_off_overruled_epochs
+from qbheat_det.config.loading import EPOCH_KEYS, load_yaml, switch_off_overruled_epochs
 from qbheat_det.core.errors import UserError
 
 
@@ -56,6 +60,12 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path):
         ("- 1\n", "top level"),
         ("a: [1\n", "not plain YAML"),
         ("- " * 100_000 + "1", "more than 100 levels"),  # libyaml would crash
+        ("&a [*a]", r"'\*a' has no value, or is in its own"),
+        ("OUTPUT_DIR: 2026-13-01\n", "month"),
+        (f"SEED: {'9' * 5000}\n", "digit"),
+        ("SOLVER: {BASE_LR: '--3'}\n", r"SOLVER\.BASE_LR"),
+        (f"SOLVER: {{STEPS: '{'(' * 5000}'}}\n", r"SOLVER\.STEPS"),
+        (f"_BASE_: {'x' * 300}\n", "does not exist"),
         ("", "top level"),
         ("_BASE_: nowhere.yaml\n", r"nowhere\.yaml.*does not exist"),
         ("1: 2\n", "unknown config key '1'"),
@@ -65,6 +75,53 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path):
 def test_a_bad_file_is_refused_with_a_sentence(tmp_path, text, message):
     with pytest.raises(UserError, match=message):
         load_config(_write(tmp_path / "bad.yaml", text))
+
+
+def _count_nodes(value):
+    """Counts the values of nested lists and dicts, with shared ones as often as they occur."""
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(map(_count_nodes, value.values()))
+    if isinstance(value, list):
+        return 1 + sum(map(_count_nodes, value))
+    return 1
+
+
+def _measure_depth(value):
+    """Counts the levels of nested lists and dicts."""
+    if isinstance(value, dict):
+        return 1 + max(map(_measure_depth, value.values()), default=0)
+    if isinstance(value, list):
+        return 1 + max(map(_measure_depth, value), default=0)
+    return 0
+
+
+def test_aliases_are_counted_as_if_they_were_written_out(monkeypatch):
+    generator = random.Random(0)
+    for _ in range(100):
+        lines = ["a0: &a0 [x, {y: z}]"]
+        for number in range(1, generator.randint(2, 7)):
+            aliases = [f"*a{generator.randrange(number)}" for _ in range(generator.randint(0, 4))]
+            lines.append(f"a{number}: &a{number} {{k: [{', '.join(['w', *aliases])}]}}")
+        text = "\n".join(lines)
+        value = yaml.safe_load(text)
+        for limit, extent in (("_MAX_NODES", _count_nodes), ("_MAX_DEPTH", _measure_depth)):
+            with monkeypatch.context() as patch:
+                patch.setattr(loading, limit, extent(value))
+                assert load_yaml(text) == value
+                patch.setattr(loading, limit, extent(value) - 1)
+                with pytest.raises(yaml.YAMLError, match="values"):
+                    load_yaml(text)
+
+
+def test_nine_lines_of_aliases_do_not_fill_the_memory():
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    for number in range(1, 9):
+        lines.append(f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 9)}]")
+    long_text = [f"s: &s {'x' * 100_000}", f"all: [{', '.join(['*s'] * 2000)}]"]
+    for bomb in (lines, long_text):
+        for scalars_as_text in (False, True):
+            with pytest.raises(yaml.YAMLError, match="1,000,000 values"):
+                load_yaml("\n".join(bomb), scalars_as_text=scalars_as_text)
 
 
 def test_files_that_inherit_each_other_are_refused(tmp_path):

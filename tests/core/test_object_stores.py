@@ -33,8 +33,7 @@ def store(monkeypatch, tmp_path):
     fetch.cache_clear()
     yield files, downloads
     fetch.cache_clear()
-    for name in files.find("/"):
-        files.rm(name)
+    files.store.clear()
 
 
 def _list(folder):
@@ -80,6 +79,59 @@ def test_an_interrupted_download_goes_on(store, monkeypatch):
     assert len(downloads) == len(set(downloads)) == 5
 
 
+def test_a_file_can_become_a_folder_and_a_folder_a_file(store):
+    files, _ = store
+    files.pipe({"/set/a": b"file", "/set/b/c/d.txt": b"in a folder"})
+    folder = fetch("memory://set")
+    files.rm("/set", recursive=True)
+    files.pipe({"/set/a/b.txt": b"in a folder", "/set/b": b"file"})
+    fetch.cache_clear()
+    fetch("memory://set")
+    assert _list(folder) == {"a/b.txt", "b"}
+
+
+def test_the_rest_of_an_interrupted_download_is_not_taken_for_data(store, monkeypatch):
+    """Neither a file that has left the store meanwhile, nor a part of one that has changed back."""
+    files, _ = store
+    old = {"name": "/set/b.txt", "size": 4, "type": "file", "ETag": "1"}
+    listed = {"/set/b.txt": old}
+    monkeypatch.setattr(type(files), "find", lambda *_, **__: listed)
+    files.pipe("/set/b.txt", b"true")
+    folder = fetch("memory://set")
+
+    def stop(self, sources, targets, **options):
+        for target in targets:
+            Path(target).write_bytes(b"part")
+        raise KeyboardInterrupt
+
+    listed = {"/set/a.txt": {"size": 4}, "/set/b.txt": {**old, "ETag": "2"}}
+    fetch.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(files), "get", stop)
+        with pytest.raises(KeyboardInterrupt):
+            fetch("memory://set")
+    assert _list(folder) == {"a.txt", "b.txt"}
+    listed = {"/set/b.txt": old, "/set/": {"size": 0}}
+    fetch("memory://set")
+    assert _list(folder) == {"b.txt"}
+    assert Path(folder, "b.txt").read_bytes() == b"true"
+
+
+@pytest.mark.parametrize("damage", ["record", "list", "file"])
+def test_a_damaged_cache_is_mended(store, damage):
+    files, _ = store
+    files.pipe("/set/a.txt", b"text")
+    folder = Path(fetch("memory://set"))
+    if damage == "file":
+        (folder / "a.txt").write_bytes(b"")
+    else:
+        record = folder.with_name(f"{folder.name}.json")
+        record.write_text("[]" if damage == "list" else '{"a.tx')
+    fetch.cache_clear()
+    fetch("memory://set")
+    assert (folder / "a.txt").read_bytes() == b"text"
+
+
 def test_what_cannot_be_fetched_is_named(store, monkeypatch):
     files, _ = store
     with pytest.raises(UserError, match=r"memory://nothing.*does not exist"):
@@ -90,6 +142,11 @@ def test_what_cannot_be_fetched_is_named(store, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(type(files), "find", lambda *_, **__: evil)
         with pytest.raises(UserError, match="evil"):
+            fetch("memory://set")
+    both = {"/set/a": {"size": 4}, "/set/a/b.txt": {"size": 4}}
+    with monkeypatch.context() as patch:
+        patch.setattr(type(files), "find", lambda *_, **__: both)
+        with pytest.raises(UserError, match="'a' and files in a folder"):
             fetch("memory://set")
 
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from detectron2.data.samplers import TrainingSampler
+from detectron2.data.samplers import RepeatFactorTrainingSampler, TrainingSampler
 from detectron2.utils import comm
 
 from qbheat_det.config import get_cfg
@@ -160,6 +160,28 @@ def test_images_of_rare_classes_are_drawn_as_often_as_in_lvis():
     batches = take(_make_rare_stream(0.225, batch_size=21, seed=3), 200)
     seen = [entry["id"] for batch in batches for entry in batch]
     assert seen.count(8) / seen.count(0) == pytest.approx(1.5, abs=0.05)
+
+
+def test_the_order_with_rare_classes_is_that_of_detectron2s_sampler():
+    batches = take(_make_rare_stream(0.225, batch_size=4, seed=3), 50)
+    found = [entry["id"] for batch in batches for entry in batch]
+    sampler = RepeatFactorTrainingSampler(torch.tensor([1.0] * 8 + [1.5, 1.0]), seed=3)
+    assert found == list(itertools.islice(sampler._infinite_indices(), 200))
+
+
+def test_newer_detectron2_can_repeat_without_a_square_root(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        RepeatFactorTrainingSampler,
+        "repeat_factors_from_category_frequency",
+        lambda records, threshold, **options: calls.append((threshold, options)),
+    )
+    cfg = get_cfg()
+    cfg.DATALOADER.update({"SAMPLER_TRAIN": "RepeatFactorTrainingSampler", "REPEAT_THRESHOLD": 0.1})
+    find_repeat_factors(cfg, [])
+    cfg.DATALOADER.REPEAT_SQRT = False
+    find_repeat_factors(cfg, [])
+    assert calls[-1] == (0.1, {"sqrt": False})
 
 
 def test_a_stream_with_rare_classes_goes_on_and_is_shared_as_any_other(monkeypatch):

@@ -4,53 +4,17 @@
 import fnmatch
 
 import pytest
-import timm
 import torch
 from torch.nn import functional as F
 
-from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.engine import Trainer
 from qbheat_det.engine.step import BatchSource
 from qbheat_det.inference.files import predict_files
-from tests.engine import tiny_training
-from tests.engine.classifier_cases import make_classes
-from tests.engine.test_objectives import OPTS as PRETRAINING
-from tests.engine.tiny_training import MF_DETR, losses, read_opts, start_run
-from tests.toy_set import draw_toy_set
+from tests.engine.tiny_training import losses, start_run
 
+from .cases import CASES, DISTILLED, draw_data, make_args
 from .second_device import NAME, Generator, recorded_waits
 
-# Of four steps the third does nothing but train: the others log, save or evaluate.
-OPTS = read_opts("""
-SOLVER.MAX_ITER 4 SOLVER.CHECKPOINT_PERIOD 2 SOLVER.LOG_PERIOD 2 SOLVER.EMA.ENABLED True
-SOLVER.CLIP_GRADIENTS.ENABLED True MODEL.MOBILE_FORMER.DROP_PATH 0 SOLVER.CHECKPOINTS_KEPT 3
-""")
-DETR = MF_DETR | read_opts("MODEL.MF_DETR.DROPOUT 0 MODEL.MOBILE_FORMER.DROP_PATH 0")
-FOCAL = "MODEL.MF_DETR.CLASSIFICATION focal"
-CACHED = """MODEL.BACKBONE.FREEZE_AT 5 INPUT.FIXED_VIEWS.COUNT 2 MODEL.CACHE_FEATURES.ENABLED True
-MODEL.CACHE_FEATURES.DTYPE float32 """
-FCOS = """MODEL.META_ARCHITECTURE SyncFCOS MODEL.FCOS.NUM_CONVS 1 MODEL.FCOS.IN_FEATURES ["p3","p4"]
-MODEL.FCOS.NORM '' """
-SEMI = "MODEL.SEMI.BURN_IN 0.2 MODEL.SEMI.RATIO 1 "
-AMP = "SOLVER.AMP.ENABLED True SOLVER.AMP.PRECISION "
-DETECTORS = {
-    "retinanet": read_opts("SOLVER.ACCUMULATE 2 MODEL.RETINANET.PRIOR_PROB 0.5"),
-    "retinanet, cached": read_opts(CACHED),
-    "retinanet, bfloat16": read_opts(f"{AMP} bfloat16"),
-    "retinanet, unlabelled": read_opts(SEMI),
-    "retinanet, atss": read_opts("MODEL.RETINANET.ATSS.ENABLED True"),
-    "fcos": read_opts(FCOS),
-    "fcos, bfloat16": read_opts(f"{FCOS} {AMP} bfloat16"),
-    "fcos, unlabelled": read_opts(FCOS + SEMI),
-    "mf_detr": DETR | read_opts("SOLVER.ACCUMULATE 2"),
-    "mf_detr, selected queries": DETR
-    | read_opts(f"MODEL.MF_DETR.QUERY_SELECTION.ENABLED True {FOCAL}"),
-    "mf_detr, cached": DETR | read_opts(f"{CACHED} INPUT.DETR_CROP_RESIZE []"),
-    "mf_detr, float16": DETR | read_opts(f"{AMP} float16"),
-}
-OBJECTIVES = ["qb_heat", "interpolation", "mask_token", "moco_v2", "supervised", "wasserstein_dual"]
-DISTILLED = "distill_285M_cpu"
-CASES = [*DETECTORS, *OBJECTIVES, DISTILLED]
 QUICK = "mf_detr, cached"
 
 # Patterns of places where the host waits for the device: in a step that neither logs, saves nor
@@ -97,38 +61,10 @@ ALLOWED = {
 seen = {}
 
 
-def make_args(case, output_dir, data, device, *flags):
-    """Returns the arguments of a run of a case."""
-    opts = {**OPTS, "MODEL.DEVICE": device, "MODEL.CACHE_FEATURES.FOLDER": f"{output_dir}/cache"}
-    if case in DETECTORS:
-        more = ("--unlabelled", str(data / "photos")) if "unlabelled" in case else ()
-        boxes = next(data.glob("*/annotations.json")).parent
-        return tiny_training.parse(output_dir, boxes, {**DETECTORS[case], **opts}, *more, *flags)
-    recipe = f"configs/objectives/{case}.yaml"
-    images = "--data" if case == "supervised" else "--images", str(data / "classes")
-    if case == DISTILLED:
-        recipe = f"configs/custom/{case}.yaml"
-        opts |= {
-            "MODEL.TEACHER.NAME": "mobilenetv3_small_050",
-            "MODEL.TEACHER.WEIGHTS": str(data / "teacher.safetensors"),
-            "MODEL.TEACHER.IMAGE_SIZE": "128",
-        }
-    if case in ("qb_heat", DISTILLED):
-        images += "--val-images", str(data / "photos")
-    opts = {**PRETRAINING, **opts, "OUTPUT_DIR": str(output_dir)}
-    return tiny_training.parse_run(recipe, opts, *images, *flags)
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Boxes, two classes of images, photos without labels, and the weights of a teacher."""
-    folder = tmp_path_factory.mktemp("data")
-    draw_toy_set(folder, 4)
-    make_classes(folder / "classes", {"round": 3, "square": 3})
-    make_classes(folder, {"photos": 4}, first=50)
-    teacher = timm.create_model("mobilenetv3_small_050").state_dict()
-    save_weights(str(folder / "teacher.safetensors"), teacher, WeightsInfo())
-    return folder
+    """See ``draw_data``."""
+    return draw_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture

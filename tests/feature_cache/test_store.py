@@ -131,11 +131,34 @@ def test_a_damaged_or_foreign_file_is_never_used_and_made_again(tmp_path, spoil)
     check_content(store)
 
 
+def test_every_digit_of_boxes_and_classes_and_every_type_is_under_a_checksum(tmp_path):
+    store = FeatureStore(tmp_path / "cache", 1)
+    truth = {"gt_boxes": torch.tensor([[1.5, 2.0, 30.25, 41.0]]), "gt_classes": torch.tensor([7])}
+    store.write(0, [View({"s16": torch.ones(1, 2, 2)}, (50, 60), truth, (70, 80))])
+    path = store.path_of(0)
+    content = path.read_bytes()
+    start = content.index(b"ground_truth")
+    end = content.index(b"]", content.index(b"gt_classes"))
+    digits = [place for place in range(start, end) if content[place : place + 1].isdigit()]
+    assert len(digits) == 12
+    for place in digits:
+        other = b"%d" % ((int(content[place : place + 1]) + 1) % 10)
+        path.write_bytes(content[:place] + other + content[place + 1 :])
+        again = FeatureStore(store.folder, 1)
+        assert again.missing() == [0]  # the next start writes it again
+        with pytest.raises(UserError, match=r"000000\.safetensors.*boxes and classes"):
+            again.read(0)
+    path.write_bytes(content.replace(b'"F16"', b'"I16"'))
+    with pytest.raises(UserError, match="checksum"):
+        FeatureStore(store.folder, 1).read(0)
+
+
+_CHECKSUM = zlib.crc32(bytes(12), zlib.crc32(b"torch.float32"))
 _WHOLE = {
-    "crc32": zlib.crc32(bytes(12)), "shapes": {"s16": [3]}, "image_size": [9, 9],
+    "crc32": _CHECKSUM, "shapes": {"s16": [3]}, "image_size": [9, 9],
     "full_size": None, "ground_truth": {},
 }  # fmt: skip
-_CHANGED = {**_WHOLE, "crc32": zlib.crc32(bytes(11) + b"1")}
+_CHANGED = {**_WHOLE, "crc32": _CHECKSUM + 1}
 _NINE_BY_NINE = {**_WHOLE, "shapes": {"s16": [9, 9]}}
 
 
@@ -144,7 +167,9 @@ def test_a_file_with_other_content_is_named(tmp_path, about):
     store = FeatureStore(tmp_path / "cache", 1, dtype=torch.float32)
     content = {"format": FORMAT_VERSION, "cache": "cache", "views": {"0": about}}
     store.folder.mkdir()
-    save_file({"0": torch.zeros(3)}, store.path_of(0), {"qbheat_det": json.dumps(content)})
+    text = json.dumps(content)
+    described = {"qbheat_det": text, "qbheat_det_crc32": str(zlib.crc32(text.encode()))}
+    save_file({"0": torch.zeros(3)}, store.path_of(0), described)
     assert store.missing() == []  # headers alone are checked
     if about is _WHOLE:
         found = store.read(0)

@@ -5,6 +5,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import io
 import subprocess
 import sys
@@ -121,6 +122,19 @@ def test_an_adaptation_replaces_whole_names_and_says_so_in_the_file():
     assert first == "a = int(1) + np.int64(2)"
     assert rest[0].startswith("# Changed by")
     assert "setup.py" not in package
+
+
+def test_coco_evaluation_is_not_the_compiled_one_by_default():
+    name = "evaluation/coco_evaluation.py"
+    spec = importlib.util.find_spec("detectron2.evaluation")
+    installed = Path(spec.origin).with_name("coco_evaluation.py").read_text(encoding="utf-8")
+    upstream = installed.partition("# Changed by")[0].replace("impl=False", "impl=True")
+    rules = [rule for rule in tool.ADAPTATIONS if rule.path == name]
+    adapted = tool.adapt({f"detectron2/{name}": upstream.encode()}, rules)
+    namespace = {"__name__": "detectron2.evaluation.coco_evaluation"}
+    exec(compile(adapted[f"detectron2/{name}"], name, "exec"), namespace)
+    for function in (namespace["COCOEvaluator"], namespace["_evaluate_predictions_on_coco"]):
+        assert inspect.signature(function).parameters["use_fast_impl"].default is False
 
 
 def test_names_that_projects_of_main_import_are_added():

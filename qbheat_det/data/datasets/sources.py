@@ -27,7 +27,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import register_coco_instances
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import get_cache_dir, parse_record
+from qbheat_det.core.files import file_lock, get_cache_dir, parse_record
 from qbheat_det.core.object_stores import fetch
 from qbheat_det.core.text import format_bytes, one_line
 
@@ -742,23 +742,33 @@ def unpack(path: str) -> str:
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     folder = get_cache_dir() / "unpacked" / f"{Path(path).stem}_{digest}"
     if not folder.is_dir():
+        lock = folder.with_name(f".{folder.name}.lock")
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with (
-                zipfile.ZipFile(path) as archive,
-                tempfile.TemporaryDirectory(prefix=".zip_", dir=folder.parent) as partial,
-            ):
-                size = sum(entry.file_size for entry in archive.infolist())  # bytes
-                free = shutil.disk_usage(partial).free
-                if size > free or size > _MAX_EXPANSION * state.st_size:
-                    raise UserError(f"'{path}' would unpack to {format_bytes(size)}")
-                archive.extractall(Path(partial, "set"))  # drops ".." and absolute paths
-                os.replace(Path(partial, "set"), folder)
-        except (zipfile.BadZipFile, OSError, RuntimeError, NotImplementedError) as error:
-            if folder.is_dir():  # another process was faster
-                return unpack(path)
+            with file_lock(lock, f"Waiting for another process that unpacks '{path}'"):
+                if not folder.is_dir():
+                    _extract(path, folder)
+        except UserError:
+            raise
+        except Exception as error:  # a damaged zip can raise anything
             raise UserError(f"'{path}' cannot be unpacked: {one_line(error)}") from error
     inner = [entry for entry in folder.iterdir() if not entry.name.startswith((".", "__MACOSX"))]
     if len(inner) == 1:
         return str(inner[0])
     return str(folder)
+
+
+def _extract(path: str, folder: Path) -> None:
+    """Unpacks a zip, so that the folder is complete once it exists.
+
+    Raises a ``UserError`` if the content is too large for the disk, or for an honest zip.
+    """
+    with (
+        zipfile.ZipFile(path) as archive,
+        tempfile.TemporaryDirectory(prefix=".zip_", dir=folder.parent) as partial,
+    ):
+        size = sum(entry.file_size for entry in archive.infolist())  # bytes
+        free = shutil.disk_usage(partial).free
+        if size > free or size > _MAX_EXPANSION * os.path.getsize(path):
+            raise UserError(f"'{path}' would unpack to {format_bytes(size)}")
+        archive.extractall(Path(partial, "set"))  # drops ".." and absolute paths
+        os.replace(Path(partial, "set"), folder)

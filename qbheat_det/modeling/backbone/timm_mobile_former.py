@@ -142,6 +142,24 @@ class TimmMobileFormer(nn.Module):
         """Returns the names of parameters without weight decay: the tokens."""
         return {"encoder.tokens"}
 
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, str]:
+        """Returns patterns of the names in each layer, for timm's ``layer_decay``.
+
+        A layer is a block, or a stage if ``coarse``.
+        """
+        depth = r"\.(\d+)\." if coarse else r"\.(\d+)\.(\d+)\."
+        return {
+            "stem": r"^encoder\.(?:stem\.|tokens$)",
+            "blocks": r"^encoder\.stages" + depth,
+            "expand": r"^encoder\.(?:expand|last_bridge)\.",
+        }
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Raises an ``AssertionError`` if ``enable``, as timm's models without checkpointing do."""
+        assert not enable, "gradient checkpointing not supported"
+
     def _last_map(self, outputs: Mapping[str, Tensor]) -> Tensor:
         """Returns the expanded map with the first token; if it is pruned, the last map."""
         if self._expanded_name not in outputs:

@@ -4,6 +4,8 @@
 import pytest
 import timm
 import torch
+from timm.models import group_parameters
+from timm.optim import create_optimizer_v2
 
 from qbheat_det import model_zoo
 from qbheat_det.modeling.backbone import MobileFormer, TimmBackbone
@@ -116,3 +118,28 @@ def test_the_networks_are_those_of_the_paper_and_backbones_too(name, arch):
         encoder.load_state_dict({key: state[f"net.encoder.{key}"] for key in encoder.state_dict()})
         for key, value in encoder(IMAGES).items():
             assert torch.equal(backbone(IMAGES)[key], value)
+
+
+def test_timms_layer_decay_has_a_layer_per_block():
+    model = timm.create_model(NAME, num_classes=3)
+    optimizer = create_optimizer_v2(model, "adamw", lr=1.0, layer_decay=0.5)
+    scales = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            scales[parameter] = group["lr_scale"]
+    # Stem, lite block, eleven blocks, the expansion and the classifier.
+    assert scales[model.classifier.weight] == 1
+    assert scales[model.encoder.expand.weight] == 0.5
+    assert scales[model.encoder.tokens] == scales[model.encoder.stem.weight] == 0.5**14
+    blocks = [block for stage in model.encoder.stages for block in stage]
+    for index, block in enumerate(blocks):
+        expected = 0.5 ** (len(blocks) + 1 - index)
+        assert {scales[parameter] for parameter in block.parameters()} == {expected}
+    assert len(set(group_parameters(model, model.group_matcher(coarse=True)))) == 7
+
+
+def test_gradient_checkpointing_is_refused_as_timm_does():
+    model = timm.create_model(NAME)
+    model.set_grad_checkpointing(False)
+    with pytest.raises(AssertionError, match="not supported"):
+        model.set_grad_checkpointing()

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from qbheat_det.config.loading import load_yaml
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import short
@@ -173,8 +174,11 @@ def read_manifest(file: str) -> Manifest:
             raise UserError(f"'{file}' is too large for a data.yaml")
         text = read_text(file).content
         # All values are texts, so that names such as "off" and "0123" stay as they are written.
-        content = _parse_obj_data(text) if file.endswith(".data") else yaml.load(text, _Loader)
-    except (OSError, UnreadableFileError, yaml.YAMLError, RecursionError, ValueError) as error:
+        if file.endswith(".data"):
+            content = _parse_obj_data(text)
+        else:
+            content = load_yaml(text, scalars_as_text=True)
+    except (OSError, UnreadableFileError, yaml.YAMLError) as error:
         raise UserError(f"'{file}' cannot be read as YAML: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise UserError(f"'{file}' is not a data.yaml of YOLO: it has no 'train'")
@@ -189,10 +193,6 @@ def read_manifest(file: str) -> Manifest:
         raise UserError(f"'{file}' is not a data.yaml of YOLO: it has no 'train'")
     names = _read_names(file, content)
     return Manifest(file, names, parts, bool(content.get("kpt_shape")), notes)
-
-
-class _Loader(yaml.BaseLoader):
-    """Reads all scalars as text."""
 
 
 def _parse_obj_data(text: str) -> dict[str, Any]:

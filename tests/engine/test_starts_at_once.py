@@ -1,0 +1,113 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Processes that start at the same time share folders and caches without harm."""
+
+import json
+import multiprocessing
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from qbheat_det.config import get_cfg, with_values
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import try_file_lock
+from qbheat_det.data.datasets.sources import unpack
+from qbheat_det.engine.run_record import LOCK_FILE, check_start, find_start, occupies, record_start
+
+ROUNDS = 15
+# Forked, as loading workers are: a new interpreter would import PyTorch for seconds.
+FORK = multiprocessing.get_context("fork")
+
+
+def run_at_once(job, argument, count=3):
+    """Calls ``job(argument)`` in processes that begin together; their results or errors."""
+    barrier = FORK.Barrier(count)
+    results = FORK.Queue()
+
+    def work():
+        barrier.wait()
+        try:
+            results.put(job(argument))
+        except UserError as error:
+            results.put(f"UserError: {error}")
+
+    processes = [FORK.Process(target=work) for _ in range(count)]
+    for process in processes:
+        process.start()
+    collected = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    return collected
+
+
+def _train(folder):
+    """Starts as a new run does, and leaves a checkpoint; its process's number."""
+    start = find_start(folder, asked=False)
+    check_start(start, "")
+    with occupies([folder / "first_stage", folder], resume=False):
+        for name in ("model_final.pth", "run.json"):
+            (folder / name).write_text(json.dumps([{"process": os.getpid()}]))
+    return os.getpid()
+
+
+def test_of_the_new_runs_that_start_at_once_in_a_folder_one_trains(tmp_path):
+    for number in range(ROUNDS):
+        folder = tmp_path / str(number)
+        results = run_at_once(_train, folder)
+        (winner,) = [result for result in results if isinstance(result, int)]
+        files = {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
+        written = json.dumps([{"process": winner}])
+        assert files == {"model_final.pth": written, "run.json": written}
+        assert sum("name another --output" in str(result) for result in results) == 2, results
+
+
+def test_a_killed_run_leaves_its_folder_free(tmp_path):
+    def hold():
+        with try_file_lock(tmp_path / LOCK_FILE) as has_lock:
+            is_held.put(has_lock)
+            # A worker of the run, which lives a little longer than the run itself.
+            FORK.Process(target=is_over.wait).start()
+            is_over.wait()
+
+    is_held, is_over = FORK.Queue(), FORK.Event()
+    run = FORK.Process(target=hold)
+    run.start()
+    assert is_held.get(timeout=20)
+    with pytest.raises(UserError, match="a run that has not ended"), _enter(tmp_path):
+        pass
+    with occupies([tmp_path], resume=True):  # the older process ends at its next checkpoint
+        pass
+    run.kill()
+    run.join()
+    with _enter(tmp_path):
+        assert (tmp_path / LOCK_FILE).is_file()
+    is_over.set()
+    assert not list(tmp_path.iterdir())
+
+
+def _enter(folder):
+    return occupies([folder], resume=False)
+
+
+def test_a_zip_is_unpacked_once_by_processes_that_start_at_once(tmp_path, monkeypatch):
+    path = tmp_path / "set.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for number in range(100):
+            archive.writestr(f"set/{number}.txt", str(number))
+    for number in range(ROUNDS):
+        cache = tmp_path / f"cache{number}"
+        monkeypatch.setenv("QBHEAT_CACHE", str(cache))
+        (folder,) = set(run_at_once(unpack, str(path)))
+        contents = {file.name: file.read_text() for file in Path(folder).iterdir()}
+        assert contents == {f"{number}.txt": str(number) for number in range(100)}
+        visible = [entry for entry in (cache / "unpacked").iterdir() if entry.name[0] != "."]
+        assert visible == [Path(folder).parent]
+
+
+def test_runs_that_are_resumed_at_once_are_all_recorded(tmp_path):
+    cfg = with_values(get_cfg(), {"OUTPUT_DIR": str(tmp_path), "MODEL.DEVICE": "cpu"})
+    for number in range(ROUNDS):
+        run_at_once(lambda cfg: record_start(cfg, {})(1.0), cfg)
+        starts = json.loads((tmp_path / "run.json").read_text())
+        assert [start["seconds"] for start in starts] == [1.0] * 3 * (number + 1)

@@ -1,0 +1,1 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
