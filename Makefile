@@ -20,7 +20,7 @@ $(INSTALLED): export PIP_BUILD_CONSTRAINT := $(CONSTRAINTS)
 $(INSTALLED): export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-device check bench gpu wheelhouse docs doctor
+.PHONY: help install demo test test-all test-device check fuzz bench gpu wheelhouse docs doctor
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## /\1: /p' Makefile | awk -F': ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -45,6 +45,9 @@ check: $(INSTALLED) ## formatting, lint, types, prose (if Vale is installed), te
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(ARGS)
+
+fuzz: $(INSTALLED) ## damage files of every format for ten minutes: no reader may fail
+	OMP_NUM_THREADS=1 $(PY) -m tests.fuzz $(ARGS)
 
 bench: $(INSTALLED) ## detectors and pre-training beside their peers; tables in output/bench
 	$(PY) -m benchmarks.run $(ARGS)

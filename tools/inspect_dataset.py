@@ -174,6 +174,7 @@ def inspect(args: argparse.Namespace) -> int:
     )
     from qbheat_det.analysis.figures import Image
     from qbheat_det.core.files import write_atomically
+    from qbheat_det.core.text import escape_controls
     from qbheat_det.data import LEFT_OUT_FILE, DataError
     from qbheat_det.engine import RunFlags
     from qbheat_det.engine.run_data import check_flags, open_sources
@@ -202,7 +203,8 @@ def inspect(args: argparse.Namespace) -> int:
         files["samples.jpg"] = Image.from_rgb(sheet, alt="").content
     for name, content in files.items():
         write_atomically(args.output / name, content)
-    print(format_report(inspections, errors, warnings, account, cfg, recipe))
+    report = format_report(inspections, errors, warnings, account, cfg, recipe)
+    print(escape_controls(report))
     share = cfg.DATASETS.VAL_FRACTION
     if args.data and len(inspections) == 1 and share:
         print(f"There is no validation set: training holds out {share:.0%}, unless you set --val.")

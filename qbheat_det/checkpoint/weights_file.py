@@ -28,7 +28,7 @@ from torch import Tensor
 
 from qbheat_det.config import dump_config
 from qbheat_det.config.loading import TIMM_PREFIX, load_yaml
-from qbheat_det.core.errors import UserError
+from qbheat_det.core.errors import UserError, refuse_unreadable
 from qbheat_det.core.files import parse_record, write_atomically
 from qbheat_det.core.text import one_line
 
@@ -203,13 +203,14 @@ def read_weights_file(path: str) -> WeightsFile:
     Raises a ``UserError`` if the file is missing or damaged, has no weights, or could run code.
     """
     path = check_weights_file(path)
-    if _is_safetensors(path):
-        file = _read_safetensors(path)
-    elif _is_pickle(path):
-        state, rest, known = read_detectron2_file(path)
-        file = WeightsFile(state, rest, WeightsInfo(**known) if known else None)
-    else:
-        file = _read_pytorch(path)
+    with refuse_unreadable(path):
+        if _is_safetensors(path):
+            file = _read_safetensors(path)
+        elif _is_pickle(path):
+            state, rest, known = read_detectron2_file(path)
+            file = WeightsFile(state, rest, WeightsInfo(**known) if known else None)
+        else:
+            file = _read_pytorch(path)
     for name, tensor in file.state.items():
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise UserError(f"'{path}': '{name}' is not a plain dense tensor")

@@ -405,7 +405,9 @@ def refuse_bad_values(where: str) -> Iterator[None]:
     """
     try:
         yield
-    except (AssertionError, LookupError, RuntimeError, ValueError) as error:
+    except UserError:
+        raise
+    except Exception as error:
         reason = repr(error)
         if isinstance(error, ValueError):
             reason = str(error)

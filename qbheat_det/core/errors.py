@@ -1,14 +1,17 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The exceptions for errors that users can fix, and how command-line tools print them."""
 
+import contextlib
 import errno
 import functools
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
+
+from .text import escape_controls, one_line
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -20,6 +23,24 @@ class UserError(Exception):
     The message is one sentence that names the file or key, and explains what to do. All other
     exceptions are bugs of this package, and are shown with their traceback.
     """
+
+
+@contextlib.contextmanager
+def refuse_unreadable(where: object) -> Iterator[None]:
+    """Context for code that reads a file of unknown origin: every error becomes a ``UserError``.
+
+    Crafted and damaged files raise errors of any type, so no list of types is complete. ``where``
+    is the file or folder, for the message.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"'{where}' cannot be read: {type(error).__name__}: {one_line(error)} "
+            "(QBHEAT_TRACEBACK=1 shows where)"
+        ) from error
 
 
 class Interrupted(KeyboardInterrupt):
@@ -66,7 +87,7 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
         except KeyboardInterrupt as stop:
             print(str(stop) or "interrupted", file=sys.stderr)
             raise SystemExit(128 + signal.SIGINT) from None
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {escape_controls(message)}", file=sys.stderr)
         raise SystemExit(2)
 
     return wrapped

@@ -1,7 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Formats durations, sizes, long lists and errors as text."""
 
+import re
 from collections.abc import Iterable
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def format_duration(seconds: float) -> str:
@@ -38,6 +41,14 @@ def join_first(items: Iterable[object], limit: int = 3, separator: str = ", ") -
     if len(texts) <= limit:
         return first
     return f"{first} and {len(texts) - limit:,} more"
+
+
+def escape_controls(text: str) -> str:
+    """Replaces control characters by escapes such as ``\\x1b``, except line breaks and tabs.
+
+    Names in foreign files could otherwise clear a terminal, or change its title.
+    """
+    return _CONTROLS.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def one_line(error: BaseException) -> str:

@@ -28,6 +28,7 @@ from tqdm import tqdm
 from qbheat_det.checkpoint import info_of
 from qbheat_det.core.errors import UserError, is_lost_peer
 from qbheat_det.core.files import write_atomically
+from qbheat_det.core.text import escape_controls
 from qbheat_det.data import LEFT_OUT_FILE, SEEN_FILE, SPLIT_FILE
 from qbheat_det.modeling.contracts import get_backbone, get_encoder
 
@@ -95,6 +96,9 @@ def _close_log() -> None:
 class _LogFile(logging.FileHandler):
     """A log file that ignores errors of writing, since the next checkpoint reports a full disk."""
 
+    def format(self, record: logging.LogRecord) -> str:
+        return escape_controls(super().format(record))
+
     def handleError(self, record: logging.LogRecord) -> None:
         pass
 
@@ -126,7 +130,7 @@ class _SummaryHandler(logging.Handler):
         return not is_lost_peer(error)
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
+        text = escape_controls(self.format(record))
         if record.levelno >= logging.WARNING:
             text = text.replace("] ", f"] {record.levelname.lower()}: ", 1)
         tqdm.write(text, file=sys.stderr)

@@ -396,6 +396,8 @@ def prepare_data(
         return data
     names, ids = _find_classes(last, data, eval_only=flags.eval_only)
     seen_after, shared = _compare_images(given, seen, first.cfg.MODEL.WEIGHTS)
+    if seen_after and first.start.continues:
+        _warn_of_replaced_images(SeenImages.read(first.start.folder), seen_after)
     return replace(
         data,
         class_names=names,
@@ -791,6 +793,18 @@ def _compare_images(
     if "train" not in given:
         return None, text
     return seen.extend(train, val), text
+
+
+def _warn_of_replaced_images(before: SeenImages, now: SeenImages) -> None:
+    """Warns if a resumed run has images whose files had other contents at its last start."""
+    known = before.train | before.val
+    current = now.train | now.val
+    replaced = current - known
+    if known and replaced:
+        logger.warning(
+            f"{len(replaced):,} of {len(current):,} images have other contents than at the last "
+            "start of this run, although their names and boxes are the same"
+        )
 
 
 def count_objects(data: RunData, names: Sequence[str]) -> int:

@@ -333,11 +333,11 @@ def _open_session(path: Path, device: str | None) -> tuple[Any, ExportInfo, str]
         raise UserError("this onnxruntime has no GPU: install onnxruntime-gpu, or use the CPU")
     try:
         session = onnxruntime.InferenceSession(str(path), providers=providers)
+        metadata = session.get_modelmeta().custom_metadata_map
     except Exception as error:  # onnxruntime's errors have no common base class
         raise UserError(
             f"'{path}' cannot be opened (missing, truncated or not ONNX): {one_line(error)}"
         ) from error
-    metadata = session.get_modelmeta().custom_metadata_map
     info = ExportInfo.from_json(metadata.get(METADATA_KEY, ""), str(path))
     return session, info, metadata.get(SHARED_ENCODER_KEY, "")
 

@@ -19,8 +19,20 @@ from qbheat_det.checkpoint import SafeCheckpointer
 from qbheat_det.core import files
 from qbheat_det.core.errors import UserError, exit_on_user_error
 from qbheat_det.core.files import check_writable, remove_leftovers, write_atomically
-from qbheat_det.core.text import format_bytes, format_duration, join_first
+from qbheat_det.core.text import escape_controls, format_bytes, format_duration, join_first
 from tests.checkpoint.tiny_models import TinyDetector
+
+
+def test_names_in_foreign_files_do_not_control_the_terminal(capsys):
+    assert escape_controls("é\ta\n\x1b[2J\x9b\x07\r\x00") == "é\ta\n\\x1b[2J\\x9b\\x07\\x0d\\x00"
+
+    @exit_on_user_error
+    def fail():
+        raise UserError("the class '\x1b]0;title\x07' is unknown")
+
+    with pytest.raises(SystemExit):
+        fail()
+    assert capsys.readouterr().err == "error: the class '\\x1b]0;title\\x07' is unknown\n"
 
 
 def _names(folder):

@@ -182,6 +182,13 @@ def test_the_terminal_gets_a_summary_and_the_file_everything(tmp_path, train_afr
     assert not printed.out
 
 
+def test_names_of_classes_do_not_control_the_terminal(tmp_path, capsys):
+    logs.open_log(tmp_path)
+    logging.getLogger("qbheat_det.data").warning("class '\x1b[2Jcat' has no box")
+    for text in (capsys.readouterr().err, (tmp_path / "log.txt").read_text()):
+        assert "class '\\x1b[2Jcat' has no box" in text
+
+
 def test_a_second_run_leaves_the_log_of_the_first_alone(tmp_path, capsys):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()

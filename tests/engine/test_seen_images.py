@@ -122,6 +122,20 @@ def test_validation_images_that_were_trained_on_are_counted(tmp_path, caplog):
     assert f"{shared} of 6 validation images" in caplog.text
 
 
+def test_images_that_are_replaced_before_a_run_is_resumed_are_counted(tmp_path, caplog):
+    write_set(tmp_path / "one", "abcdefghij")
+    run = tmp_path / "run"
+    flags = ["--config-file", CONFIG, "--data", str(tmp_path / "one"), "--output", str(run)]
+    run_tool([*flags, *words_of(QUICK)])
+    with caplog.at_level(logging.WARNING):
+        configure(tmp_path / "one", run, "--resume")
+        assert "other contents" not in caplog.text
+        for red, name in enumerate("abc"):
+            Image.new("RGB", (64, 48), (80 * red, 0, 0)).save(tmp_path / f"one/images/{name}.jpg")
+        configure(tmp_path / "one", run, "--resume")
+    assert "3 of 10 images have other contents than at the last start" in caplog.text
+
+
 def test_a_resumed_run_leaves_out_the_images_of_its_start(tmp_path):
     write_set(tmp_path / "one", "abcdefghijklmnopqrst")
     broken = tmp_path / "one/images/c.jpg"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import short
 from qbheat_det.data.images import Size
@@ -17,9 +18,6 @@ MARGIN = 1.5
 """Pixels by which the rounded boxes of some tools reach beyond their image."""
 
 XYWH = tuple[float, float, float, float]
-
-BROKEN = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
-"""Exceptions that code raises while it reads a label file with unexpected content."""
 
 
 class NoBoxError(ValueError):
@@ -82,9 +80,8 @@ class LabelledImage:
     def skip_invalid_box(self, location: str) -> Iterator[str]:
         """Context for reading a box: if the box is invalid, it is left out, and reading goes on.
 
-        The exceptions ``NoBoxError`` and ``BROKEN`` are caught. They add the box at ``location``
-        to ``left_out_boxes``, with the exception's message as the reason. All other exceptions
-        propagate. Yields ``location``.
+        All exceptions but a ``UserError`` are caught. They add the box at ``location`` to
+        ``left_out_boxes``, with the exception's message as the reason. Yields ``location``.
         """
         try:
             yield location
@@ -98,7 +95,9 @@ class LabelledImage:
                     is_fault=False,
                 )
             )
-        except BROKEN as error:
+        except UserError:
+            raise
+        except Exception as error:
             self.leave_out_box(location, describe(error))
 
     def leave_out_box(self, location: str, reason: str, kind: str = "that cannot be read") -> None:
@@ -221,7 +220,7 @@ def rotate_box(
 
 
 def describe(error: Exception) -> str:
-    """Converts one of the exceptions ``BROKEN`` to a reason that users understand."""
+    """Converts an exception in reading a label file to a reason that users understand."""
     if isinstance(error, KeyError):
         return f"it has no {error}"
     if isinstance(error, IndexError | TypeError | AttributeError):

@@ -50,6 +50,8 @@ _NO_MATCH = 0  # both paths have other words, and these differ
 _SUFFIXES = (".jpg", ".jpeg", ".jfif", ".jpe", ".png", ".bmp", ".webp", ".tif", ".tiff")
 _SUFFIX_ORDER = {suffix: order for order, suffix in enumerate(_SUFFIXES)}
 
+MAX_PATH = 4096
+"""Largest number of characters in a path. No system has longer ones."""
 Folders = tuple[str, ...]
 """Names of nested folders, from the root of a tree of files on."""
 
@@ -567,6 +569,8 @@ def find_ending(path: str, folders: Sequence[str], *, min_names: int = 1) -> str
     For example, "/home/ann/set/train/images" may exist as "train/images". The path may be of
     another machine, or of Windows. An ending has at least ``min_names`` names.
     """
+    if len(path) > MAX_PATH:
+        return None
     names = [name for name in re.split(r"[\\/]+", path) if name not in ("", ".", "..")]
     if names and names[0].endswith(":"):
         del names[0]

@@ -26,10 +26,10 @@ from typing import Any
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import register_coco_instances
 
-from qbheat_det.core.errors import UserError
+from qbheat_det.core.errors import UserError, refuse_unreadable
 from qbheat_det.core.files import file_lock, get_cache_dir, parse_record
 from qbheat_det.core.object_stores import fetch
-from qbheat_det.core.text import format_bytes, one_line
+from qbheat_det.core.text import format_bytes
 
 from .account import Account, Item, LeftOut
 from .annotations import Annotations, build_annotations
@@ -268,7 +268,8 @@ def _find_image_root(file: str, given: str, likely: str) -> tuple[str, "_DataSet
 
 
 def _recognize(path: str, image_root: str) -> Recognized:
-    return recognize(_walk(path, image_root))
+    with refuse_unreadable(path):
+        return recognize(_walk(path, image_root))
 
 
 def _walk(path: str, image_root: str) -> FileTree:
@@ -326,6 +327,12 @@ def _read(path: str, image_root: str, format: str, classes: tuple[str, ...]) -> 
     Raises:
         UserError: there is no such data set, or it cannot be read.
     """
+    with refuse_unreadable(path):
+        return _read_parts(path, image_root, format, classes)
+
+
+def _read_parts(path: str, image_root: str, format: str, classes: tuple[str, ...]) -> _DataSet:
+    """Does the work of ``_read``, whose arguments it takes. May raise errors of any type."""
     tree = _walk(path, image_root)
     recognized = recognize(tree)
     if format and (recognized.format is None or recognized.format.name != format):
@@ -637,7 +644,8 @@ def load_coco_images(json_file: PathLike, image_root: PathLike) -> list[dict[str
 
     Raises a ``UserError`` if the file is not in COCO's format, or too many images are missing.
     """
-    annotations = read_annotations(Source("coco", str(json_file), image_root=str(image_root)))
+    data_set = _read(str(json_file), str(image_root), "coco", ())
+    (annotations,) = data_set.parts.values()  # named "train" if the file is train.json
     annotations.account.check()
     return list_image_records(annotations)
 
@@ -743,14 +751,12 @@ def unpack(path: str) -> str:
     folder = get_cache_dir() / "unpacked" / f"{Path(path).stem}_{digest}"
     if not folder.is_dir():
         lock = folder.with_name(f".{folder.name}.lock")
-        try:
-            with file_lock(lock, f"Waiting for another process that unpacks '{path}'"):
-                if not folder.is_dir():
-                    _extract(path, folder)
-        except UserError:
-            raise
-        except Exception as error:  # a damaged zip can raise anything
-            raise UserError(f"'{path}' cannot be unpacked: {one_line(error)}") from error
+        with (
+            refuse_unreadable(path),
+            file_lock(lock, f"Waiting for another process that unpacks '{path}'"),
+        ):
+            if not folder.is_dir():
+                _extract(path, folder)
     inner = [entry for entry in folder.iterdir() if not entry.name.startswith((".", "__MACOSX"))]
     if len(inner) == 1:
         return str(inner[0])

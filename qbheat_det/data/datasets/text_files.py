@@ -122,7 +122,9 @@ def read_json(file: str | Path) -> Any:
     """Returns the content of a JSON file. Raises an ``UnreadableFileError`` if it is invalid."""
     try:
         return json.loads(read_text(file).content)
-    except (RecursionError, json.JSONDecodeError) as error:
+    except UnreadableFileError:
+        raise
+    except Exception as error:
         raise UnreadableFileError(f"it cannot be read as JSON: {one_line(error)}") from error
 
 
@@ -183,7 +185,9 @@ def parse_xml(file: str | Path) -> ElementTree.Element:
         if b"<!DOCTYPE" in content or b"<!ENTITY" in content:
             raise UnreadableFileError("it has a DOCTYPE, which may expand without limit")
         return ElementTree.fromstring(content)
-    except (OSError, ElementTree.ParseError, LookupError, UnicodeDecodeError) as error:
+    except UnreadableFileError:
+        raise
+    except Exception as error:
         raise UnreadableFileError(f"it cannot be read as XML: {one_line(error)}") from error
 
 

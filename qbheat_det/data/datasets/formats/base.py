@@ -12,7 +12,7 @@ from qbheat_det.data.checks import short
 from qbheat_det.data.datasets.account import LeftOut
 from qbheat_det.data.datasets.file_tree import FileTree
 from qbheat_det.data.datasets.label_kinds import LabelKind
-from qbheat_det.data.datasets.labelled_image import BROKEN, LabelledImage, describe
+from qbheat_det.data.datasets.labelled_image import LabelledImage, describe
 from qbheat_det.data.datasets.layout import (
     Folders,
     Pairs,
@@ -133,9 +133,11 @@ def read_with(read_file: Reader, title: str) -> Callable[[FileTree, LabelSet, st
             try:
                 result.notes += note_encoding(file)
                 images = list(read_file(file))
+            except UserError:
+                raise
             except UnreadableFileError as error:
                 raise UserError(f"'{file}': {error}") from error
-            except BROKEN as error:
+            except Exception as error:
                 reason = f"{type(error).__name__}: {describe(error)}"
                 raise UserError(f"'{file}' is not a file of {title} ({reason})") from error
             for image in images:
@@ -178,23 +180,27 @@ def read_per_image(
         files: Sequence[str] = labels.parts[part]
         contents: dict[str, Content] = {}
         errors: dict[str, str] = {}
+        names: dict[str, str] = {}
         for file in files:
             try:
                 contents[file] = parse(file)
-            except UnreadableFileError as error:
-                errors[file] = str(error)
-        names = {file: find_name(content) for file, content in contents.items()}
+                names[file] = find_name(contents[file])
+            except Exception as error:
+                errors[file] = describe(error)
         pairs = pair(tree, files, names)
         find_by_name(tree, pairs, names, part, result)
         for file, path in pairs.image_of.items():
             image = LabelledImage(file, file=path, label_file=file)
             result.images.append(image)
+            if file not in errors:
+                try:
+                    add_boxes(image, contents[file])
+                except Exception as error:
+                    errors[file] = describe(error)
             if file in errors:
                 image.exclusion = LeftOut(
                     kind="that cannot be read", where=file, reason=errors[file], item="label file"
                 )
-            else:
-                add_boxes(image, contents[file])
         for file in pairs.orphans.keys() & errors.keys():
             pairs.orphans[file] += f", and {errors[file]}"
         add_unpaired(result, pairs)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from qbheat_det.data.datasets.label_kinds import LabelKind, starts_with
-from qbheat_det.data.datasets.labelled_image import BROKEN, LabelledImage, corners, describe
+from qbheat_det.data.datasets.labelled_image import LabelledImage, corners, describe
 from qbheat_det.data.datasets.text_files import read_lines, read_table
 
 from .base import NAME_KEYS, Format, choose_name, find_by_kind, read_with
@@ -31,7 +31,7 @@ def read_file(file: str) -> Iterator[LabelledImage]:
                 row = json.loads(row)
             image.name = row["file_name"]
             objects = _list_objects(row)
-        except BROKEN as error:
+        except Exception as error:
             image.mark_missing(describe(error))
         for index, entry in enumerate(objects, start=1):
             with image.skip_invalid_box(f"{image.location}, object {index}") as location:

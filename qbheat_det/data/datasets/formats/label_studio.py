@@ -17,7 +17,6 @@ from qbheat_det.data.checks import short
 from qbheat_det.data.datasets.file_tree import FileTree
 from qbheat_det.data.datasets.label_kinds import LabelKind, json_list, starts_with
 from qbheat_det.data.datasets.labelled_image import (
-    BROKEN,
     LabelledImage,
     NoBoxError,
     describe,
@@ -116,7 +115,7 @@ def read_file(file: str) -> Iterator[Task]:
         regions: Sequence[Any] = ()
         try:
             regions = _read_task(image, task)
-        except BROKEN as error:
+        except Exception as error:
             image.mark_missing(describe(error))
         for index, region in enumerate(regions, start=1):
             with image.skip_invalid_box(f"{image.location}, region {index}") as location:

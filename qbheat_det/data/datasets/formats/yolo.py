@@ -29,6 +29,7 @@ from qbheat_det.data.datasets.image_suffixes import is_image
 from qbheat_det.data.datasets.label_kinds import Ends, LabelKind, lines_like
 from qbheat_det.data.datasets.labelled_image import LabelledImage
 from qbheat_det.data.datasets.layout import (
+    MAX_PATH,
     Pairs,
     find_ending,
     find_images_of_stem,
@@ -262,6 +263,8 @@ def _resolve(file: str, content: dict[str, Any], key: str, notes: list[str]) -> 
     for entry in entries:
         if not isinstance(entry, str) or not isinstance(root, str):
             raise UserError(f"'{file}': {key} and path must be paths, not {short(entry)}")
+        if len(root) + len(entry) > MAX_PATH:
+            raise UserError(f"'{file}': {key} is too long for a path: {short(entry)}")
         exact = os.path.normpath(os.path.join(folder, root, entry))
         is_pattern = any(mark in entry for mark in "*?[")
         if is_pattern:
