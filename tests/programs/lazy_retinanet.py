@@ -49,7 +49,6 @@ dataloader.test.mapper.image_format = "RGB"
 dataloader.test.mapper.augmentations[0].short_edge_length = 128
 dataloader.test.num_workers = 0
 dataloader.evaluator.dataset_name = "cells_val"
-dataloader.evaluator.use_fast_impl = False
 
 optimizer.lr = 0.001
 train.max_iter = 6

@@ -19,7 +19,7 @@ DATA = os.path.join(os.environ["DETECTRON2_DATASETS"], "cells")
 class Trainer(DefaultTrainer):
     @classmethod
     def build_evaluator(cls, cfg, dataset_name):
-        return COCOEvaluator(dataset_name, output_dir=cfg.OUTPUT_DIR, use_fast_impl=False)
+        return COCOEvaluator(dataset_name, output_dir=cfg.OUTPUT_DIR)
 
 
 def get_config():

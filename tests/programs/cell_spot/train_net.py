@@ -49,7 +49,7 @@ class Trainer(DefaultTrainer):
     def build_evaluator(cls, cfg, dataset_name, output_folder=None):
         if output_folder is None:
             output_folder = os.path.join(cfg.OUTPUT_DIR, "inference")
-        coco = COCOEvaluator(dataset_name, output_dir=output_folder, use_fast_impl=False)
+        coco = COCOEvaluator(dataset_name, output_dir=output_folder)
         return DatasetEvaluators([coco])
 
     @classmethod
