@@ -51,6 +51,7 @@ def _train(folder):
     return os.getpid()
 
 
+@pytest.mark.slow
 def test_of_the_new_runs_that_start_at_once_in_a_folder_one_trains(tmp_path):
     for number in range(ROUNDS):
         folder = tmp_path / str(number)
@@ -90,6 +91,7 @@ def _enter(folder):
     return occupies([folder], resume=False)
 
 
+@pytest.mark.slow
 def test_a_zip_is_unpacked_once_by_processes_that_start_at_once(tmp_path, monkeypatch):
     path = tmp_path / "set.zip"
     with zipfile.ZipFile(path, "w") as archive:
@@ -105,6 +107,7 @@ def test_a_zip_is_unpacked_once_by_processes_that_start_at_once(tmp_path, monkey
         assert visible == [Path(folder).parent]
 
 
+@pytest.mark.slow
 def test_runs_that_are_resumed_at_once_are_all_recorded(tmp_path):
     cfg = with_values(get_cfg(), {"OUTPUT_DIR": str(tmp_path), "MODEL.DEVICE": "cpu"})
     for number in range(ROUNDS):
