@@ -15,6 +15,7 @@ finishes the requests in progress and stops.
 """
 
 import argparse
+import math
 from collections.abc import Sequence
 
 from arguments import hide_foreign_warnings, make_parser
@@ -34,8 +35,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max-waiting", type=int, default=64, help="maximum of requests at a time (default: 64)")
     args = parser.parse_args(argv)
     for name in ("batch", "max_megabytes", "max_megapixels", "max_waiting"):
-        if not getattr(args, name) > 0:
-            parser.error(f"--{name.replace('_', '-')} must be above 0")
+        if not 0 < getattr(args, name) < math.inf:
+            parser.error(f"--{name.replace('_', '-')} must be above 0 and finite")
     return args
 
 

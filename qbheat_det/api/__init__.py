@@ -9,11 +9,12 @@ from pathlib import Path
 
 from qbheat_det.checkpoint import find_weights
 from qbheat_det.core.errors import UserError
+from qbheat_det.inference.decoding import DecodingLimits, DecodingProcesses, count_decoders
 from qbheat_det.inference.drawing import get_class_color
 from qbheat_det.inference.embedding import embed_images
 from qbheat_det.inference.exported import ExportedPredictor
 from qbheat_det.inference.files import open_weights, predict_files
-from qbheat_det.inference.images import Image, UnreadableImage, decode_image, find_inputs
+from qbheat_det.inference.images import Image, UnreadableImage, find_inputs
 from qbheat_det.inference.predict import build_detector, is_encoder, is_timm, open_encoder
 from qbheat_det.inference.results import (
     DetectedBox,
@@ -27,6 +28,8 @@ from .detector import Detector
 from .encoder import Encoder
 
 __all__ = [
+    "DecodingLimits",
+    "DecodingProcesses",
     "DetectedBox",
     "Detections",
     "Detector",
@@ -34,7 +37,7 @@ __all__ = [
     "Format",
     "Image",
     "UnreadableImage",
-    "decode_image",
+    "count_decoders",
     "embed_images",
     "find_inputs",
     "find_weights",

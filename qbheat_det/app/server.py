@@ -4,20 +4,22 @@
 One thread loads and runs the model, because OpenMP starts a pool of workers for each thread that
 computes. With several pools there are more workers than cores, and a prediction takes twice as
 long. While the model is busy, new requests wait and form the next batch. If the model is idle, a
-request is processed at once. Limits on bytes, pixels, time and the number of requests bound the
-memory.
+request is processed at once. Images are decoded in processes of their own, which end after some
+seconds. Limits on bytes, pixels, time and the number of requests bound the memory.
 """
 
 import asyncio
-import io
+import html
 import logging
+import os
 import signal
 import socket
-import sys
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import uvicorn
@@ -25,25 +27,33 @@ from fastapi import FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse
+from starlette.responses import HTMLResponse, JSONResponse
 
 from qbheat_det.api import (
+    DecodingLimits,
+    DecodingProcesses,
     DetectedBox,
     Detections,
     Detector,
     Image,
     UnreadableImage,
-    decode_image,
+    count_decoders,
     load_detector,
 )
 from qbheat_det.core.environment import VERSION
 from qbheat_det.core.errors import UserError
 
+from .connections import SHUTDOWN_SECONDS, LimitedProtocol, Server
 from .uploads import FORMATS
 
 logger = logging.getLogger(__name__)
 
 LOWEST_SCORE = 0.01  # boxes with a lower score are never returned
+STALL_SECONDS = 30.0  # without an answer to any open request, after which /health says so
+MAX_FAILURES = 3  # failed batches in succession, after which /health says so
+BODIES = 10  # the bodies of all requests together have at most this many times ``megabytes``
+IMAGES = 4  # the decoded images together have at most this many times ``megapixels``
+_BACKLOG = 128  # connections that the system accepts before the server does
 _IMAGE = {"schema": {"type": "string", "format": "binary"}}
 _BODY = {"required": True, "content": {"image/*": _IMAGE}}
 
@@ -58,12 +68,14 @@ class Limits:
         waiting: largest number of requests that are open at once, waiting or in progress.
             Additional requests are refused with status 503.
         seconds: longest time to receive a request body.
+        decoding_seconds: longest time to decode an image.
     """
 
     megabytes: float = 20.0
     megapixels: float = 25.0
     waiting: int = 64
     seconds: float = 30.0
+    decoding_seconds: float = 10.0
 
 
 class Box(BaseModel):
@@ -110,7 +122,11 @@ class BatchQueue:
         size: int,
         thread: ThreadPoolExecutor,
     ) -> None:
-        """``predict`` runs in ``thread``, and gets up to ``size`` RGB images (H, W, 3), uint8."""
+        """``predict`` runs in ``thread``, and gets up to ``size`` RGB images (H, W, 3), uint8.
+
+        The attribute ``num_failures`` is the number of the last batches that all failed.
+        """
+        self.num_failures = 0
         self._predict = predict
         self._size = size
         self._thread = thread
@@ -132,12 +148,63 @@ class BatchQueue:
         try:
             results = self._predict([image for image, _ in batch])
         except Exception as error:  # such as out of memory, after which the server continues
-            logger.exception("the model failed")
+            self.num_failures += 1
+            if self.num_failures <= MAX_FAILURES:  # so that the log stays short
+                logger.exception("the model failed")
             for _, future in batch:
                 future.set_exception(error)
         else:
+            self.num_failures = 0
             for (_, future), result in zip(batch, results, strict=True):
                 future.set_result(result)
+
+
+class Budget:
+    """An amount, such as of pixels, that requests share."""
+
+    def __init__(self, total: float) -> None:
+        self._total = total
+        self._held = 0.0
+        self._released = asyncio.Condition()
+
+    def take(self, amount: float) -> bool:
+        """Takes an amount, and returns whether there was enough."""
+        if self._held + amount > self._total:
+            return False
+        self._held += amount
+        return True
+
+    async def wait(self, amount: float) -> None:
+        """Takes an amount as soon as there is enough."""
+        async with self._released:
+            await self._released.wait_for(lambda: self.take(amount))
+
+    async def give_back(self, amount: float) -> None:
+        self._held -= amount
+        async with self._released:
+            self._released.notify_all()
+
+
+class Progress:
+    """The open requests, and the time since one of them was last answered."""
+
+    def __init__(self) -> None:
+        self.num_open = 0
+        self._last = 0.0
+
+    def open(self) -> None:
+        if self.num_open == 0:
+            self._last = time.monotonic()
+        self.num_open += 1
+
+    def close(self) -> None:
+        self.num_open -= 1
+        self._last = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds without an answer, 0 if no request is open."""
+        return time.monotonic() - self._last if self.num_open else 0.0
 
 
 def build_server(
@@ -150,61 +217,120 @@ def build_server(
     """Returns an ASGI application that serves a detector and runs it only in ``thread``.
 
     ``POST /predict`` detects objects in an image, which is the request body.
-    ``GET /health`` returns success when the model is loaded. ``GET /model`` returns the weights and
+    ``GET /health`` tells whether predictions are answered. ``GET /model`` returns the weights and
     class names. ``/docs`` documents the API.
     """
     limits = limits or Limits()
-    app = FastAPI(title="qbheat_det", version=VERSION, description="Detects objects in images.")
+    # FastAPI's pages for ``/docs`` would load scripts from other hosts.
+    app = FastAPI(
+        title="qbheat_det",
+        version=VERSION,
+        description="Detects objects in images.",
+        docs_url=None,
+        redoc_url=None,
+    )
     app.add_exception_handler(RequestValidationError, explain_error)
 
     def predict(images: list[Image]) -> list[Detections]:
         return detector.predict(images, threshold=LOWEST_SCORE, batch_size=batch_size)
 
-    def decode(body: bytes) -> Image:
-        stream = io.BytesIO(body)
-        max_pixels = limits.megapixels * 1e6
-        image = decode_image(stream, "the image", formats=FORMATS, max_pixels=max_pixels)
-        detector.check_image(image, "the image")
-        return image
-
     batches = BatchQueue(predict, batch_size, thread)
-    # Decoded images need much memory. While one batch is predicted, the next one is decoded.
-    slots = asyncio.Semaphore(2 * batch_size)
-    active = 0  # number of open requests
+    decoders = DecodingProcesses(count_decoders())
+    decoding_limits = DecodingLimits(FORMATS, limits.megapixels * 1e6, limits.decoding_seconds)
+    idle_decoders = asyncio.Semaphore(decoders.count)
+    bodies = Budget(BODIES * limits.megabytes * 1e6)
+    pixels = Budget(IMAGES * limits.megapixels * 1e6)
+    waiting = Progress()  # requests whose body is complete
+    num_open = 0
+
+    async def answer(request: Request, body: bytearray) -> tuple[int, int, Detections]:
+        """Returns the height, the width and the detections of an image."""
+        async with idle_decoders:
+            if await request.is_disconnected():
+                raise ClientDisconnect()
+            image = await asyncio.to_thread(decoders.decode, body, "the image", decoding_limits)
+            height, width = image.shape[:2]
+            # The decoder stays busy until there is memory, so that no other image is decoded.
+            await pixels.wait(height * width)
+        try:
+            detector.check_image(image, "the image")
+            return height, width, await asyncio.wrap_future(batches.submit(image))
+        finally:
+            await pixels.give_back(height * width)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
+        """Tells whether predictions are answered."""
+        if waiting.seconds > STALL_SECONDS:
+            raise HTTPException(503, f"no request was answered for {waiting.seconds:.0f} s")
+        if batches.num_failures >= MAX_FAILURES:
+            raise HTTPException(503, f"the last {batches.num_failures} predictions failed")
         return {"status": "ok"}
 
     @app.get("/model")
     async def model() -> ModelInfo:
+        """Returns the weights and the class names."""
         return ModelInfo(weights=detector.weights, class_names=detector.class_names)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(describe(app.openapi()))
 
     @app.post("/predict", openapi_extra={"requestBody": _BODY})
     async def predict_image(request: Request, threshold: float = Query(0.3, ge=0, le=1)) -> Boxes:
         """Detects objects in a JPEG, PNG, WebP or BMP image."""
-        nonlocal active
+        nonlocal num_open
         unknown = request.query_params.keys() - {"threshold"}
         if unknown:
             raise HTTPException(422, f"no parameter '{min(unknown)}': there is 'threshold'")
-        if active >= limits.waiting:
-            raise HTTPException(503, "busy: try again later", {"Retry-After": "1"})
-        active += 1
+        if num_open >= limits.waiting:
+            raise _busy()
+        num_open += 1
+        body = bytearray()
         try:
-            body = await read_body(request, limits)
-            async with slots:
-                image = await asyncio.to_thread(decode, body)
-                detections = await asyncio.wrap_future(batches.submit(image))
+            await read_body(request, limits, bodies, body)
+            waiting.open()
+            try:
+                height, width, detections = await answer(request, body)
+            finally:
+                waiting.close()
         except UnreadableImage as error:
             hint = "send a JPEG, PNG, WebP or BMP file: curl --data-binary @photo.jpg"
             raise HTTPException(422, f"{error.reason}; {hint}") from error
+        except ClientDisconnect as error:  # nobody will receive the response
+            raise HTTPException(400, "the client closed the connection") from error
+        except asyncio.CancelledError as error:  # the time after a signal is over
+            raise HTTPException(503, "the server stops") from error
         finally:
-            active -= 1
-        height, width = image.shape[:2]
+            num_open -= 1
+            await bodies.give_back(len(body))
         boxes = [Box.of(box) for box in detections if box.score >= threshold]
         return Boxes(width=width, height=height, boxes=boxes)
 
     return app
+
+
+def describe(schema: dict[str, Any]) -> str:
+    """Returns an HTML page with the requests of an OpenAPI schema."""
+    rows = []
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            names = [parameter["name"] for parameter in operation.get("parameters", [])]
+            cells = [f"{method.upper()} {path}", ", ".join(names), operation.get("description", "")]
+            rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
+    title = html.escape(f"{schema['info']['title']} {schema['info']['version']}")
+    table = "".join(f"<tr>{row}</tr>" for row in rows)
+    return (
+        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title>"
+        f"<h1>{title}</h1><p>{html.escape(schema['info']['description'])}</p>"
+        "<pre>curl --data-binary @photo.jpg 'http://HOST:PORT/predict?threshold=0.5'</pre>"
+        f"<table border='1' cellpadding='6'><tr><th>request<th>parameters<th>answer</tr>{table}"
+        "</table><p>The full description is <a href='openapi.json'>openapi.json</a>.</p></html>"
+    )
+
+
+def _busy() -> HTTPException:
+    return HTTPException(503, "busy: try again later", {"Retry-After": "1"})
 
 
 async def explain_error(_: Request, error: Exception) -> JSONResponse:
@@ -214,23 +340,24 @@ async def explain_error(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"detail": f"{first['loc'][-1]}: {first['msg']}"}, 422)
 
 
-async def read_body(request: Request, limits: Limits) -> bytes:
-    """Returns the body of a request. Raises an ``HTTPException`` if it exceeds a limit."""
+async def read_body(request: Request, limits: Limits, bodies: Budget, body: bytearray) -> None:
+    """Appends the body of a request to ``body``, whose bytes are taken from ``bodies``.
 
-    async def read() -> bytes:
-        body = bytearray()
+    Raises an ``HTTPException`` if it exceeds a limit.
+    """
+
+    async def read() -> None:
         async for part in request.stream():
-            body += part
-            if len(body) > round(limits.megabytes * 1e6):
+            if len(body) + len(part) > round(limits.megabytes * 1e6):
                 raise HTTPException(413, f"the image has more than {limits.megabytes:g} MB")
-        return bytes(body)
+            if not bodies.take(len(part)):
+                raise _busy()
+            body.extend(part)
 
     try:
-        return await asyncio.wait_for(read(), limits.seconds)
+        await asyncio.wait_for(read(), limits.seconds)
     except asyncio.TimeoutError as error:
         raise HTTPException(408, f"the image took more than {limits.seconds:g} s") from error
-    except ClientDisconnect as error:  # nobody will receive the response
-        raise HTTPException(400, "the client closed the connection") from error
 
 
 def serve(
@@ -265,10 +392,19 @@ def serve(
         address = f"http://{bracketed}:{listener.getsockname()[1]}"
         print(f"serving {detector.weights} on {address}, described at {address}/docs", flush=True)
         # Uvicorn finishes the current requests, and then raises the signal again. Without this
-        # handler, the exit code would then be that of a killed process.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=30)
-        uvicorn.Server(config).run(sockets=[listener])
+        # handler, the exit code would then be that of a killed process. A normal exit would wait
+        # for the threads.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        config = uvicorn.Config(
+            app,
+            http=LimitedProtocol,
+            ws="none",
+            loop="asyncio",  # decided here, as LimitedProtocol is tested with it
+            log_level="error",  # a warning for each bad request would fill the disk
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        )
+        Server(config).run(sockets=[listener])
 
 
 def load_and_warm_up(weights: str, device: str | None, fast: bool) -> Detector:
@@ -280,13 +416,15 @@ def load_and_warm_up(weights: str, device: str | None, fast: bool) -> Detector:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket. Raises a ``UserError`` if the port is in use."""
+    """Returns a listening socket. Raises a ``UserError`` if ``host`` or ``port`` is unusable."""
+    if not host:  # the system would listen on all addresses
+        raise UserError("the host is empty: choose --host 127.0.0.1, or 0.0.0.0 for all addresses")
     is_ipv6 = ":" in host
     listener = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(128)  # connections wait until the server starts
+        listener.listen(_BACKLOG)  # connections wait until the server starts
     except (OSError, OverflowError) as error:
         listener.close()
         raise UserError(

@@ -21,11 +21,12 @@ from qbheat_det.analysis import load_figures
 from qbheat_det.analysis.figures import NotApplicable
 from qbheat_det.analysis.run import FigureOptions, Run
 from qbheat_det.api import (
+    DecodingLimits,
+    DecodingProcesses,
     Detections,
     Detector,
     Image,
     UnreadableImage,
-    decode_image,
     load_detector,
 )
 from qbheat_det.core.errors import UserError
@@ -52,8 +53,13 @@ _ENCODER_CAPTIONS = {
 
 def open_image(path: Path) -> Image:
     """Reads an upload as an upright RGB image (H, W, 3), or raises ``UnreadableImage``."""
-    with path.open("rb") as file:
-        return decode_image(file, path, formats=FORMATS, max_pixels=MAX_PIXELS)
+    limits = DecodingLimits(FORMATS, MAX_PIXELS)
+    return _get_decoders().decode(path.read_bytes(), path, limits)
+
+
+@functools.cache
+def _get_decoders() -> DecodingProcesses:
+    return DecodingProcesses(1)  # the page runs one job after the other
 
 
 def detect(detector: Detector, paths: Sequence[Path]) -> tuple[list[Detections], list[str]]:

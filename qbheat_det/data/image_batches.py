@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from detectron2.data import DatasetFromList, MapDataset
-from detectron2.data.build import trivial_batch_collator
 from detectron2.data.samplers import InferenceSampler
 from torch import is_tensor
 from torch.utils.data import DataLoader
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader
 from qbheat_det.data.checks import DataError, count_files
 
 from .mappers import Mapper
+from .workers import find_timeout, receive_batches, share_batch
 
 BATCH_SIZE = 64
 """Images per batch and process."""
@@ -60,7 +60,8 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
             batch_size=batch_size,
             sampler=sampler,
             num_workers=num_workers,
-            collate_fn=trivial_batch_collator,
+            collate_fn=share_batch,
+            timeout=find_timeout(num_workers),
             generator=torch.Generator(),  # the default draws from the global generator
         )
         self.skipped: dict[str, DataError] = {}
@@ -70,7 +71,7 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
         return len(self._loader)
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        for batch in self._loader:
+        for batch in receive_batches(self._loader):
             inputs = []
             for mapped in batch:
                 if isinstance(mapped, DataError):

@@ -10,6 +10,7 @@ step without loading the images of earlier steps.
 import itertools
 import os
 import signal
+import time
 import zlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -18,7 +19,6 @@ import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetFromList
-from detectron2.data.build import trivial_batch_collator
 from detectron2.data.samplers import RepeatFactorTrainingSampler, TrainingSampler
 from detectron2.utils import comm
 from torch import Tensor
@@ -31,6 +31,7 @@ from qbheat_det.modeling.contracts import TILE, UNLABELLED
 
 from .mappers import FixedViews, Mapper, build_mapper, number_records
 from .unlabelled import build_strong_views, load_unlabelled
+from .workers import find_timeout, receive_batches, share_batch
 
 Entry = tuple[int, int]
 """Position of an image in the infinite stream of images, and its index in the data set."""
@@ -58,6 +59,8 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             the labelled images: each dict gets a list of unlabelled ones with the key
             ``UNLABELLED``.
         burn_in: first step with unlabelled images.
+        waiting_since: ``time.monotonic()`` since when this process waits for a batch of labelled
+            images; None if it does not wait.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         if aspect_ratio_grouping:
             self._is_wide = _are_wide(dataset)
         self.unlabelled = unlabelled
+        self.waiting_since: float | None = None
         self.burn_in = 0
         if unlabelled:
             self.num_images += unlabelled.num_images
@@ -143,7 +147,8 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             batch_sampler=shares,
             num_workers=self.num_workers,
             pin_memory=self._pin_memory,
-            collate_fn=trivial_batch_collator,
+            collate_fn=share_batch,
+            timeout=find_timeout(self.num_workers),
             worker_init_fn=_leave_signals_to_trainer,
             generator=torch.Generator(),  # the default draws from the global generator
         )
@@ -151,7 +156,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         workers = getattr(batches, "_workers", ())
         unlabelled_batches = self._iterate_unlabelled()
         try:
-            for step, batch in enumerate(batches, start=self.start):
+            for step, batch in enumerate(self._receive(batches), start=self.start):
                 for image in batch:
                     self._add_skipped(image.pop(_SKIPPED, ()))
                 if self.unlabelled and step >= self.burn_in:
@@ -165,6 +170,19 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             del batches
             for worker in workers:
                 worker.kill()
+
+    def _receive(self, batches: Iterator[list[dict[str, Any]]]) -> Iterator[list[dict[str, Any]]]:
+        """Yields the batches of a loader, and sets ``waiting_since`` while it waits for one."""
+        received = receive_batches(batches)
+        while True:
+            self.waiting_since = time.monotonic()
+            try:
+                batch = next(received, None)
+            finally:
+                self.waiting_since = None
+            if batch is None:
+                return
+            yield batch
 
     def _add_skipped(self, errors: Sequence[DataError]) -> None:
         """Stores errors of images. Raises a ``UserError`` if more than half of the images fail."""

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
@@ -29,6 +30,7 @@ from .hooks import EvalHook, TrainingRun, is_saved
 from .run_record import RUN_FILE, find_launch, read_run_record
 
 logger = logging.getLogger(__name__)
+WAITING_SECONDS = 5.0  # that a step waits for its batch after a signal to stop
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 # Patterns of keys that may change in a resumed run: device, speed, evaluation and logs.
@@ -127,6 +129,8 @@ class StopSignals(HookBase):
     together with the losses of a step. So all processes know about a signal before the checkpoint
     hook runs, and stop after the same step.
 
+    If the step gets no batch for some seconds, the run stops without a checkpoint of the step.
+
     During an evaluation, a signal stops the run immediately. The step is saved, and ``--resume``
     starts with the evaluation. A second Ctrl-C ends the process immediately, but not under
     torchrun, which itself sends the first signal again.
@@ -144,9 +148,12 @@ class StopSignals(HookBase):
             return
         for number in _SIGNALS:
             self._previous_handlers[number] = signal.signal(number, self._note)
+        self._previous_handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._end_waiting)
 
     def after_train(self) -> None:
         """Restores the previous signal handlers."""
+        if self._previous_handlers:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         self._previous_handlers = {}
@@ -171,10 +178,22 @@ class StopSignals(HookBase):
         if self.trainer.find_hook(EvalHook).is_evaluating:
             raise self._interrupt()
         self.trainer.ask_to_stop()
+        signal.setitimer(signal.ITIMER_REAL, 1, 1)  # calls ``_end_waiting`` each second
         if comm.is_main_process() and not is_second:
             name = signal.Signals(number).name.encode()
             message = b"\n%s: stopping after this step, with a checkpoint\n" % name
             os.write(2, message)  # to stderr; ``print`` is not safe in a signal handler
+
+    def _end_waiting(self, number: int, frame: FrameType | None) -> None:
+        """Ends a run that was asked to stop, but gets no batch for its step."""
+        since = self.trainer.data_loader.waiting_since
+        if since is None or time.monotonic() - since < WAITING_SECONDS:
+            return
+        raise Interrupted(
+            self._number,
+            f"stopped by {signal.Signals(self._number).name} while waiting for a batch: --resume "
+            f"continues from the last checkpoint in '{self.trainer.cfg.OUTPUT_DIR}'",
+        )
 
     def _interrupt(self) -> Interrupted:
         """Returns the error that ends the run."""

@@ -16,7 +16,6 @@ from itertools import islice
 from typing import Any, Protocol
 
 import torch
-from detectron2.data.build import trivial_batch_collator
 from detectron2.utils import comm
 from filelock import FileLock, Timeout
 from torch.utils.data import DataLoader
@@ -24,6 +23,7 @@ from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, remove_leftovers, write_atomically
+from qbheat_det.data.workers import find_timeout, receive_batches, share_batch
 
 from .store import AllViews, Encode, FeatureStore, Mapped, Stored, naming_the_key
 
@@ -107,12 +107,13 @@ def _load(
         batch_size=None,
         sampler=indices,
         num_workers=num_workers,
-        collate_fn=trivial_batch_collator,
+        collate_fn=share_batch,
+        timeout=find_timeout(num_workers),
         # Otherwise, the loader would draw from the global generator, and training would change.
         generator=torch.Generator(),
     )
     return tqdm(
-        loader,
+        receive_batches(loader),
         desc=f"Encoding the {title}",
         total=len(indices),
         unit=" views",

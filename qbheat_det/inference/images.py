@@ -38,6 +38,10 @@ Picture = str | Path | PIL.Image.Image | Image | Tensor
 """A file, a PIL image, an RGB array (H, W, 3) of uint8, or an RGB tensor (3, H, W) of uint8 or of
 floats in [0, 1]."""
 
+MAX_SCANS = 50
+"""Largest number of scans of a JPEG. Each one takes as long as a whole image. Usual files have at
+most 12, and a small file with thousands would take minutes."""
+_START_OF_SCAN = b"\xff\xda"  # within the data of a scan, 0 follows each byte ff
 _DEFAULT_FPS = 25.0  # frames per second of a video that does not state them
 VIDEO_SUFFIXES = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm"})
 
@@ -247,13 +251,15 @@ def decode_image(
     """Decodes an open image file to RGB (H, W, 3), uint8.
 
     ``formats`` are Pillow's names of the allowed formats. Raises ``UnreadableImage`` if the file
-    has another format, is broken, has 16-bit grayscale pixels, or if its header states more than
-    ``max_pixels`` pixels.
+    has another format, is broken, has 16-bit grayscale pixels, more than ``MAX_SCANS`` scans, or if
+    its header states more than ``max_pixels`` pixels.
     """
     try:
         with PIL.Image.open(file, formats=list(formats)) as image:
             if image.width * image.height > max_pixels:
                 raise UnreadableImage(name, f"more than {max_pixels / 1e6:g} million pixels")
+            if image.format in ("JPEG", "MPO") and _count_scans(file) > MAX_SCANS:
+                raise UnreadableImage(name, f"a JPEG with more than {MAX_SCANS} scans")
             return _to_array(image, name)
     except (MemoryError, UserError):
         raise
@@ -261,6 +267,15 @@ def decode_image(
         raise UnreadableImage(name, "not an image") from error
     except Exception as error:  # decoders raise different types on broken files
         raise UnreadableImage(name, f"a broken image: {one_line(error)}") from error
+
+
+def _count_scans(file: BinaryIO) -> int:
+    """Counts the scans of a JPEG. The position in the file stays the same."""
+    position = file.tell()
+    file.seek(0)
+    num_scans = file.read().count(_START_OF_SCAN)
+    file.seek(position)
+    return num_scans
 
 
 def _to_array(image: PIL.Image.Image, name: str | Path) -> Image:

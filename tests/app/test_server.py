@@ -2,12 +2,17 @@
 """``qbheat serve``: its answers, limits and batches, and the process."""
 
 import asyncio
+import contextlib
 import io
 import json
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +28,8 @@ pytest.importorskip("fastapi", reason="the server needs FastAPI: pip install -e 
 from fastapi import HTTPException
 from fastapi.testclient import TestClient
 
-from qbheat_det.app.server import BatchQueue, Limits, build_server, read_body, serve
+from qbheat_det.app import server
+from qbheat_det.app.server import BatchQueue, Budget, Limits, build_server, read_body, serve
 from qbheat_det.core.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,11 +102,99 @@ def test_the_parts_of_a_body_count_together():
             for _ in range(4):
                 yield bytes(60_000)
 
-    request = Parts()
-    assert asyncio.run(read_body(request, Limits(megabytes=0.24))) == bytes(240_000)
-    with pytest.raises(HTTPException) as caught:
-        asyncio.run(read_body(request, Limits(megabytes=0.2)))
-    assert caught.value.status_code == 413
+    def read(megabytes, total):
+        bodies, body = Budget(total), bytearray()
+        asyncio.run(read_body(Parts(), Limits(megabytes=megabytes), bodies, body))
+        assert not bodies.take(total - len(body) + 1)
+        return body
+
+    assert read(0.24, 1e6) == bytes(240_000)
+    for megabytes, total, status in ((0.2, 1e6, 413), (0.24, 200_000, 503)):
+        with pytest.raises(HTTPException) as caught:
+            read(megabytes, total)
+        assert caught.value.status_code == status
+
+
+def test_a_budget_waits_until_others_give_back():
+    async def run():
+        budget = Budget(10)
+        assert budget.take(8)
+        waiter = asyncio.create_task(budget.wait(5))
+        await asyncio.sleep(0.01)
+        assert not waiter.done()
+        await budget.give_back(8)
+        await waiter
+        return budget.take(6), budget.take(5)
+
+    assert asyncio.run(run()) == (False, True)
+
+
+def test_many_scans_are_refused_and_slow_decoding_ends(detector, scans):
+    with (
+        ThreadPoolExecutor(1) as thread,
+        TestClient(build_server(detector, thread, limits=Limits(decoding_seconds=0.5))) as c,
+    ):
+        refused = c.post("/predict", content=scans(60))
+        slow = c.post("/predict", content=scans(40))
+        assert c.post("/predict", content=CELLS).status_code == 200
+    assert (refused.status_code, "more than 50 scans" in refused.text) == (422, True)
+    assert (slow.status_code, "more than 0.5 s" in slow.text) == (422, True)
+
+
+@pytest.fixture
+def scans():
+    """Returns a function that writes a JPEG of 20 megapixels that repeats its first scan."""
+    stream = io.BytesIO()
+    PIL.Image.new("L", (5000, 4000)).save(stream, "JPEG", progressive=True)
+    content = stream.getvalue()
+    *_, last = [found.start() for found in re.finditer(b"\xff\xda", content)]
+    return lambda count: content[:last] + content[last:-2] * count + b"\xff\xd9"
+
+
+def test_health_tells_when_no_prediction_is_answered(detector, monkeypatch):
+    go_on = threading.Event()
+    monkeypatch.setattr(server, "STALL_SECONDS", 0.2)
+    with (
+        ThreadPoolExecutor(1) as thread,
+        ThreadPoolExecutor(1) as other,
+        TestClient(build_server(detector, thread)) as c,
+    ):
+        thread.submit(go_on.wait, 60)
+        answer = other.submit(c.post, "/predict", content=CELLS)
+        try:
+            for _ in range(300):
+                health = c.get("/health")
+                if health.status_code == 503:
+                    break
+                time.sleep(0.1)
+            assert "no request was answered" in health.text
+        finally:
+            go_on.set()
+        assert answer.result(60).status_code == 200
+        assert c.get("/health").json() == {"status": "ok"}
+
+
+def test_health_tells_when_predictions_fail(detector, monkeypatch):
+    def fail(images, **_):
+        raise RuntimeError("out of memory")
+
+    with (
+        ThreadPoolExecutor(1) as thread,
+        TestClient(build_server(detector, thread), raise_server_exceptions=False) as c,
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(detector, "predict", fail)
+            for _ in range(3):
+                assert c.post("/predict", content=CELLS).status_code == 500
+        assert "3 predictions failed" in c.get("/health").text
+        assert c.post("/predict", content=CELLS).status_code == 200
+        assert c.get("/health").status_code == 200
+
+
+def test_the_description_needs_no_other_host(client):
+    page = client.get("/docs")
+    assert "POST /predict" in page.text
+    assert "://" not in page.text.replace("http://HOST:PORT", "")
 
 
 def test_requests_that_wait_form_a_batch_and_errors_stay_in_theirs():
@@ -138,18 +232,90 @@ def test_what_is_no_detector_and_a_taken_port_are_named():
         serve("distill/285M", port=0)
     with pytest.raises(UserError, match=r"127\.0\.0\.1:99999"):
         serve(ENTRY, port=99999)
+    with pytest.raises(UserError, match="host is empty"):
+        serve(ENTRY, host="", port=0)
+
+
+@contextlib.contextmanager
+def server_process():
+    """Runs ``qbheat serve``, and yields the process and its port."""
+    command = [sys.executable, str(ROOT / "tools" / "serve.py"), "--weights", ENTRY, "--port", "0"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split(" on ")[1].split(",")[0]
+            yield process, int(address.rpartition(":")[2])
+        finally:
+            process.kill()
+
+
+def _ask(port):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/predict", data=CELLS) as answer:
+        return json.load(answer)["boxes"]
 
 
 @pytest.mark.slow
 def test_the_process_serves_and_ends_on_sigterm():
-    command = [sys.executable, str(ROOT / "tools" / "serve.py"), "--weights", ENTRY, "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with server_process() as (process, port):
+        assert _ask(port)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+
+
+@pytest.mark.slow
+def test_silent_and_slow_clients_neither_keep_others_out_nor_delay_the_end():
+    header = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n"
+    with server_process() as (process, port), contextlib.ExitStack() as stack:
+
+        def connect(content):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            client.sendall(content)
+            return client
+
+        silent = [connect(content) for content in (b"", header) for _ in range(300)]
+        assert _ask(port)
+        for client in silent:
+            client.settimeout(30)
+            with contextlib.suppress(ConnectionError):
+                assert client.recv(1) == b""  # closed after ten seconds
+        for _ in range(200):
+            connect(b"no request\r\n\r\n")
+        uploads = [connect(header + b"\r\n" + bytes(1000)) for _ in range(3)]
+        assert _ask(port)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        assert len(uploads) == 3
+        assert len(process.stderr.read()) < 1000
+
+
+@pytest.mark.slow
+def test_many_large_requests_at_once_need_bounded_memory():
+    stream = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 256, (2400, 2500, 3), np.uint8)
+    PIL.Image.fromarray(pixels).save(stream, "PNG", compress_level=0)  # 18 MB
+    content = stream.getvalue()
+
+    def ask(port):
         try:
-            assert process.stdout is not None
-            address = process.stdout.readline().split(" on ")[1].split(",")[0]
-            with urllib.request.urlopen(f"{address}/predict", data=CELLS) as answer:
-                assert json.load(answer)["boxes"]
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(120) == 0
-        finally:
-            process.kill()
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/predict", data=content).close()
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:  # a refusal closes the connection while the client sends
+            return 503
+        return 200
+
+    with server_process() as (process, port), ThreadPoolExecutor(80) as clients:
+        ask(port)
+        quiet = _memory(process.pid)
+        codes = list(clients.map(ask, [port] * 80))
+        assert {*codes} <= {200, 503}
+        assert codes.count(200) >= 1
+        assert _memory(process.pid) - quiet < 2**30
+        assert _ask(port)
+
+
+def _memory(pid):
+    """Returns the peak of a process's memory in bytes."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024

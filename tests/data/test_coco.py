@@ -341,3 +341,11 @@ def test_the_builtin_names_are_registered_without_touching_a_file():
             images, annotated = MetadataCatalog.get(f"{name}_images"), MetadataCatalog.get(name)
             assert images.unlabelled
             assert Path(images.json_file) == Path(annotated.json_file).absolute()
+
+
+@pytest.mark.parametrize(("part", "number"), [("train", 48), ("val", 40)])
+def test_the_shipped_cells_are_loaded_without_their_boxes(part, number):
+    records = DatasetCatalog.get(f"cells_sample_{part}_images")
+    assert len(records) == number
+    assert set(records[0]) == {"file_name", "image_id"}
+    assert all(Path(record["file_name"]).is_file() for record in records)

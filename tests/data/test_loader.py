@@ -2,7 +2,11 @@
 """Streams of batches for training, and batches of whole images in their order."""
 
 import itertools
+import os
 import random
+import resource
+import signal
+import time
 
 import numpy as np
 import pytest
@@ -13,7 +17,7 @@ from detectron2.utils import comm
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import seed_place
-from qbheat_det.data import DataError, ImageBatches, TrainStream, build_train_stream
+from qbheat_det.data import DataError, ImageBatches, TrainStream, build_train_stream, workers
 from qbheat_det.data.image_batches import with_views
 from qbheat_det.data.loader import find_repeat_factors
 from qbheat_det.modeling.pretrain import QUADRANTS_OF
@@ -264,3 +268,40 @@ def test_every_image_is_seen_from_a_corner_in_turn_and_from_the_centre():
     assert [entry["place"] for entry in seen[::2]] == [*corners, *corners[:2]]
     assert {entry["place"] for entry in seen[1::2]} == {"centre"}
     assert records == [{"image_id": i} for i in range(6)]
+
+
+def _fill_shared_memory(entry):
+    """Returns a tensor, for which a worker has no shared memory."""
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard_limit))
+    return {"id": entry["id"], "image": torch.full((3, 256, 256), entry["id"])}
+
+
+def test_batches_arrive_without_shared_memory(caplog):
+    batches = take(
+        TrainStream(dataset(4), mapper=_fill_shared_memory, batch_size=2, num_workers=1), 3
+    )
+    for image in itertools.chain(*batches):
+        assert torch.equal(image["image"], torch.full((3, 256, 256), image["id"]))
+    assert len([text for text in caplog.messages if "/dev/shm is full" in text]) == 1
+
+
+def _end_worker(entry):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _sleep(entry):
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("mapper", "message"),
+    [(_end_worker, "a worker ended"), (_sleep, "gave no batch")],
+)
+def test_a_worker_that_ends_or_hangs_is_an_error(mapper, message, monkeypatch):
+    monkeypatch.setattr(workers, "WORKER_SECONDS", 2)
+    stream = TrainStream(dataset(4), mapper=mapper, batch_size=2, num_workers=1)
+    with pytest.raises(UserError, match=message):
+        next(iter(stream))
+    with pytest.raises(UserError, match=message):
+        next(iter(ImageBatches(dataset(4), mapper=mapper, num_workers=1)))

@@ -13,6 +13,7 @@ import pytest
 from detectron2.utils import comm
 
 from qbheat_det.core.errors import Interrupted, UserError, exit_on_user_error
+from qbheat_det.data import TrainStream
 from qbheat_det.engine.hooks import EvalHook
 from qbheat_det.engine.run_record import find_start
 from qbheat_det.engine.step import StepTrainer
@@ -61,6 +62,25 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_to_the_same_bits(
         logged.pop(2)
     assert losses(folder) == logged
     assert_same_bits(state(folder)["model"], state(whole_run)["model"])
+
+
+def test_a_signal_ends_a_run_that_gets_no_batch(train_afresh, tmp_path, monkeypatch):
+    receive = TrainStream._receive
+
+    def hang(self, batches):
+        def wait():
+            yield next(batches)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+
+        return receive(self, wait())
+
+    monkeypatch.setattr(TrainStream, "_receive", hang)
+    start = time.monotonic()
+    with pytest.raises(Interrupted, match="SIGTERM while waiting for a batch"):
+        train_afresh(tmp_path / "run", {})
+    assert time.monotonic() - start < 60
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
 def test_a_second_interrupt_ends_at_once(train_afresh, tmp_path, monkeypatch):

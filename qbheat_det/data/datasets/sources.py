@@ -644,7 +644,8 @@ def load_coco_images(json_file: PathLike, image_root: PathLike) -> list[dict[str
 
     Raises a ``UserError`` if the file is not in COCO's format, or too many images are missing.
     """
-    annotations = read_annotations(Source("coco", str(json_file), image_root=str(image_root)))
+    data_set = _read(str(json_file), str(image_root), "coco", ())
+    (annotations,) = data_set.parts.values()  # named "train" if the file is train.json
     annotations.account.check()
     return list_image_records(annotations)
 
