@@ -133,6 +133,8 @@ def occupies(folders: Sequence[Path], *, resume: bool) -> Iterator[None]:
                     )
                 elif name_last_checkpoint(folder):
                     message = f"OUTPUT_DIR '{folder}' has another run by now: name another --output"
+                if message:
+                    break  # without the next lock, which a run that has this one may need
         message = comm.all_gather(message)[0]
         if message:
             raise UserError(message)

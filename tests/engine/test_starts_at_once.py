@@ -4,6 +4,8 @@
 import json
 import multiprocessing
 import os
+import signal
+import time
 import zipfile
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 
 from qbheat_det.config import get_cfg, with_values
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import try_file_lock
+from qbheat_det.core.files import try_file_lock, write_atomically
 from qbheat_det.data.datasets.sources import unpack
 from qbheat_det.engine.run_record import LOCK_FILE, check_start, find_start, occupies, record_start
 
@@ -47,10 +49,11 @@ def _train(folder):
     check_start(start, "")
     with occupies([folder / "first_stage", folder], resume=False):
         for name in ("model_final.pth", "run.json"):
-            (folder / name).write_text(json.dumps([{"process": os.getpid()}]))
+            write_atomically(folder / name, json.dumps([{"process": os.getpid()}]).encode())
     return os.getpid()
 
 
+@pytest.mark.slow
 def test_of_the_new_runs_that_start_at_once_in_a_folder_one_trains(tmp_path):
     for number in range(ROUNDS):
         folder = tmp_path / str(number)
@@ -64,16 +67,16 @@ def test_of_the_new_runs_that_start_at_once_in_a_folder_one_trains(tmp_path):
 
 def test_a_killed_run_leaves_its_folder_free(tmp_path):
     def hold():
-        with try_file_lock(tmp_path / LOCK_FILE) as has_lock:
-            is_held.put(has_lock)
-            # A worker of the run, which lives a little longer than the run itself.
-            FORK.Process(target=is_over.wait).start()
-            is_over.wait()
+        with try_file_lock(tmp_path / LOCK_FILE):
+            worker = FORK.Process(target=time.sleep, args=(60,))  # lives longer than the run itself
+            worker.start()
+            workers.put(worker.pid)
+            time.sleep(60)
 
-    is_held, is_over = FORK.Queue(), FORK.Event()
+    workers = FORK.Queue()
     run = FORK.Process(target=hold)
     run.start()
-    assert is_held.get(timeout=20)
+    worker = workers.get(timeout=20)
     with pytest.raises(UserError, match="a run that has not ended"), _enter(tmp_path):
         pass
     with occupies([tmp_path], resume=True):  # the older process ends at its next checkpoint
@@ -82,7 +85,7 @@ def test_a_killed_run_leaves_its_folder_free(tmp_path):
     run.join()
     with _enter(tmp_path):
         assert (tmp_path / LOCK_FILE).is_file()
-    is_over.set()
+    os.kill(worker, signal.SIGKILL)
     assert not list(tmp_path.iterdir())
 
 
@@ -90,6 +93,7 @@ def _enter(folder):
     return occupies([folder], resume=False)
 
 
+@pytest.mark.slow
 def test_a_zip_is_unpacked_once_by_processes_that_start_at_once(tmp_path, monkeypatch):
     path = tmp_path / "set.zip"
     with zipfile.ZipFile(path, "w") as archive:
@@ -105,6 +109,7 @@ def test_a_zip_is_unpacked_once_by_processes_that_start_at_once(tmp_path, monkey
         assert visible == [Path(folder).parent]
 
 
+@pytest.mark.slow
 def test_runs_that_are_resumed_at_once_are_all_recorded(tmp_path):
     cfg = with_values(get_cfg(), {"OUTPUT_DIR": str(tmp_path), "MODEL.DEVICE": "cpu"})
     for number in range(ROUNDS):
