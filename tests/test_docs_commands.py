@@ -26,6 +26,7 @@ import pytest
 from qbheat_det.config import get_cfg, get_config_path, load_config
 from qbheat_det.config.loading import check_timm_name, list_leaves
 from qbheat_det.model_zoo import list_entries
+from tests.engine.tiny_training import forget_runs
 from tests.toy_set import draw_toy_set
 
 from .tool_modules import load_tool
@@ -37,7 +38,9 @@ NOTEBOOKS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 SOURCES = sorted(path for area in ("qbheat_det", "tools") for path in (ROOT / area).rglob("*.py"))
 COMMAND = re.compile(r"^\s*(?:\w+=\S+ )*(?:qbheat|python tools/|torchrun)", flags=re.MULTILINE)
-_FENCE = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^ *```(?:bash|sh)\n(.*?)^ *```", flags=re.M | re.S)
+_FENCE = re.compile(
+    r"(?:^<!-- ([^\n]*) -->\n)?^ *```(bash|sh|python)\n(.*?)^ *```", flags=re.M | re.S
+)
 # Commands print their words instead of running.
 _PRINT_WORDS = """
 say() { printf '%s\\x1f' "$@"; printf '\\n'; }
@@ -56,7 +59,9 @@ QUICK = (
 )
 UNTAUGHT = ("MODEL.TEACHER.WEIGHTS", "")
 _RUN = """
-call() {{ {python} {tool} "$@"; }}
+python() {{ {python} "$@"; }}
+torchrun() {{ python -m torch.distributed.run "$@"; }}
+call() {{ python {tool} "$@"; }}
 qbheat() {{
     case "$*" in
         train*--weights*|train*--config-file*) call "$@" {quick} ;;
@@ -85,9 +90,12 @@ def find_blocks(pages):
     """Returns all blocks of pages with commands of this package."""
     blocks = []
     for page in pages:
-        for mark, text in _FENCE.findall(page.read_text("utf-8")):
-            blocks.append(Block(page.name, mark, text))
-    return [block for block in blocks if COMMAND.search(block.text)]
+        for mark, language, text in _FENCE.findall(page.read_text("utf-8")):
+            if language == "python" and mark == "tested":
+                blocks.append(Block(page.name, mark, f"python - <<'END'\n{text}END\n"))
+            elif language != "python" and COMMAND.search(text):
+                blocks.append(Block(page.name, mark, text))
+    return blocks
 
 
 def find_examples(path):
@@ -271,14 +279,19 @@ def test_every_block_is_tested_or_has_a_reason():
 
 @pytest.fixture
 def desk(tmp_path):
-    """A folder with photos, boxes as COCO files and as a YOLO set, and class folders."""
+    return fill_desk(tmp_path)
+
+
+def fill_desk(tmp_path):
+    """Fills a folder with photos, boxes as COCO files and as a YOLO set, and class folders."""
     picture = PIL.Image.open(ROOT / "docs" / "cells.jpg")
     width, height = picture.size
     (tmp_path / "photos").mkdir()
     for index in range(4):  # with blood cells, for the zoo's detector
         left = width - height - 12 * index
         picture.crop((left, 0, left + height, height)).save(tmp_path / "photos" / f"{index}.jpg")
-    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    for name in ("docs", "tools", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "images").mkdir()
     for part, number in (("train", 8), ("val", 4)):
         toy = draw_toy_set(tmp_path / "toy", number, name=f"docs_{part}", size=96)
@@ -320,14 +333,121 @@ def test_the_tested_commands_of_a_page_run(page, desk):
     script = "\n".join(
         block.text for block in BLOCKS if (block.page, block.mark) == (page, "tested")
     )
+    run_script(script, desk)
+
+
+def run_script(script, folder):
+    """Runs commands in a folder. Trainings take two steps."""
     shell = _RUN.format(python=shlex.quote(sys.executable), tool=ROOT / "tools" / "qbheat",
                         quick=shlex.join(QUICK), teacher=shlex.join(UNTAUGHT))  # fmt: skip
     done = subprocess.run(
         ["bash", "-e", "-c", shell + script],
-        cwd=desk,
+        cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert done.returncode == 0, f"{script}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+# Examples of --help that do not run here, and why. Each pattern belongs to an example.
+NOT_RUN = {
+    r"--engine ray": "needs a cluster and a bucket",
+    r"qbheat (app|serve)|^curl": "serves until it is stopped: tests/app",
+    r"qbheat demo": "takes minutes: tests/tools/test_command.py",
+    r"timm://|zoo fetch '\*'": "needs a network",
+    r"QBHEAT_ZOO=zoo_weights": "needs the files of zoo fetch '*'",
+    r"inspect --labels|--apply|--simulate": "takes minutes: tests/labelling",
+    r"qbheat compare (?!.*--plan)": "takes minutes: tests/analysis/test_comparison.py",
+    r"mobile-former-294m.pth.tar": "needs the authors' file: tests/checkpoint/test_convert.py",
+    r"--num-gpus 8|-r 8": "needs eight GPUs",
+    r"--weights distill/285M|--image-size 800 1333|analyze_model": "takes minutes",
+}
+# Runs of tiny models that examples start from.
+_RUNS = """
+qbheat pretrain --config-file quick_schedules/qb_heat_small_cells.yaml --output output/pretraining
+qbheat train --config-file quick_schedules/retinanet_small_cells.yaml --freeze \\
+    --weights output/pretraining/model_final.safetensors --output output/run
+qbheat train --config-file custom/tran1_285M_probe.yaml --data flowers/train --val flowers/val \\
+    --output output/classifier MODEL.WEIGHTS ''
+qbheat export --weights output/run --output detector.onnx
+"""
+_COPIES = """
+output/pretraining/model_final.safetensors output/model_final.safetensors
+output/pretraining output/random
+output/run output/mine
+output/run output/fish
+output/run output/boats
+output/run output/probe
+output/run output/probe_random
+photos/0.jpg photo.jpg
+photos others
+flowers/train train
+flowers/val val
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with data and with runs, named as in the examples."""
+    folder = fill_desk(tmp_path_factory.mktemp("runs"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for words in expand(Block("", "", _RUNS)):
+            run_words(words)
+    for line in _COPIES.strip().splitlines():
+        source, target = (folder / name for name in line.split())
+        if source.is_dir():
+            shutil.copytree(source, target)
+        else:
+            shutil.copy(source, target)
+    return folder
+
+
+def run_words(words):
+    """Runs a command of ``qbheat`` in this process. Trainings take two steps."""
+    name, arguments = find_tool(words)
+    forget_runs()
+    if name != "train_net":
+        assert not load_tool(name).main(arguments)
+    elif "--eval-only" in arguments:
+        load_tool(name).invoke_main(arguments)
+    else:
+        load_tool(name).invoke_main([*arguments, *QUICK])
+
+
+def find_reason(command):
+    """Returns why an example is not run; "" if it is."""
+    return "".join(why for pattern, why in NOT_RUN.items() if re.search(pattern, command))
+
+
+HELP = [
+    line
+    for block in EXAMPLES
+    if block.page.startswith("tools/")
+    for line in block.text.splitlines()
+]
+
+
+def test_each_reason_belongs_to_an_example():
+    assert [p for p in NOT_RUN if not any(re.search(p, line) for line in HELP)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [line for line in HELP if not find_reason(line)],
+    ids=lambda command: " ".join(command.split())[:80],
+)
+def test_an_example_of_help_runs(command, runs, tmp_path, monkeypatch):
+    folder = shutil.copytree(runs, tmp_path / "folder", symlinks=True)
+    for output in re.findall(r"--output (\S+)", command):  # the commands refuse to replace it
+        shutil.rmtree(folder / output, ignore_errors=True)
+        (folder / output).unlink(missing_ok=True)
+    monkeypatch.chdir(folder)
+    (words,) = expand(Block("", "", command))
+    if words[0] == "torchrun":
+        run_script(command, folder)
+    else:
+        run_words(words)
