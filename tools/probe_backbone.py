@@ -160,7 +160,9 @@ def print_closing(result: dict[str, Any]) -> None:
     if result["losses"]:
         print("\nLoss of masked pixels of --val images, beside predictors without a network:\n")
     for file, losses in result["losses"].items():
-        baselines = ", ".join(f"{name} {losses[name]:.4f}" for name in ("zero", "mean", "ridge"))
+        # There is no "ridge" for a few images.
+        names = [name for name in ("zero", "mean", "ridge") if name in losses]
+        baselines = ", ".join(f"{name} {losses[name]:.4f}" for name in names)
         loss = f"{losses['loss']:.4f} ± {losses['loss_standard_error']:.4f} ({baselines})"
         print(f"{file}: loss {loss}, {losses['num_images']:,} images")
     setting = result["setting"]
