@@ -55,6 +55,13 @@ class SupportsAfterStep(Protocol):
 TILE = "tile"
 """Key of a tile's dict. Its value is (x, y, width, height) in pixels of the upright image."""
 
+ANNOTATED_CLASSES = "annotated_classes"
+"""Key of a labelled image's dict. Its value is a sequence of contiguous class ids.
+
+All objects of these classes are labelled in the image, so the rest of it is background for them.
+Objects of other classes may lack labels. Without this key, all objects are labelled.
+"""
+
 UNLABELLED = "unlabelled"
 """Key of a labelled image's dict. Its value is a list of dicts of unlabelled images."""
 
