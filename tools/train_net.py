@@ -19,6 +19,8 @@ Examples:
   Also learn from images without labels:
     qbheat train --config-file custom/cached_retinanet_285M_probe.yaml --data train.json \\
         --unlabelled photos/ --weights distill/285M
+  Add the classes of new images to a detector, without labels of its old classes in them:
+    qbheat train --data new.json --weights output/mine --keep-classes --output output/grown
   Check whether a run will work, and estimate how long it will take:
     qbheat train --config-file quick_schedules/retinanet_small_cells.yaml --dry-run
   Continue a run that was stopped (the results are those of an uninterrupted run, bit by bit):
@@ -59,6 +61,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default=[],
         help="folder of images without labels (and its subfolders), from which a RetinaNet or FCOS "
         "learns in addition to --data; repeatable",
+    )
+    parser.add_argument(
+        "--keep-classes",
+        action="store_true",
+        help="keep the classes of the detector in --weights beside those of --data, in which the "
+        "old classes need no labels",
     )
     group = parser.add_argument_group("checks and recovery")
     group.add_argument(

@@ -184,6 +184,14 @@ _KEYS: dict[str, dict[str, Any]] = {
         # divided by the number of locations that belong to objects in the labelled images.
         "TOP_RATIO": 2.0,
     },
+    "MODEL.KEEP_CLASSES": {  # of the detector in MODEL.WEIGHTS, by --keep-classes
+        "NUM": 0,  # number of kept classes, which come first; the flag sets it
+        "WEIGHT": 1.0,  # weight of the losses towards the old detector's scores and boxes
+        # Boxes are learned where the old detector's score is at least this high.
+        "MIN_SCORE": 0.2,
+        # Weight of the loss that keeps the feature maps of a trained encoder.
+        "FEATURE_WEIGHT": 0.1,
+    },
     "MODEL.CACHE_FEATURES": {
         # Encode every view once before training, and train the head on the stored features. The
         # whole backbone must be frozen.

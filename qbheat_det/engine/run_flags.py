@@ -61,6 +61,8 @@ class RunFlags:
         max_left_out: ``DATASETS.MAX_LEFT_OUT``, share of images or boxes that may have faults.
         allow_partial: start from ``weights`` even if they lack tensors of the model, or have extra
             ones.
+        keep_classes: keep the classes of ``weights``, which must be a detector, beside those of
+            ``data``. Where they are not annotated, they are learned from this detector.
         opts: config overrides, as alternating keys and values.
 
     Raises:
@@ -86,6 +88,7 @@ class RunFlags:
     freeze: bool = False
     max_left_out: float | None = None
     allow_partial: bool = False
+    keep_classes: bool = False
     opts: Sequence[object] = ()
 
     def __post_init__(self) -> None:
