@@ -129,9 +129,8 @@ def evaluate(flags: "RunFlags") -> dict[str, Any]:
 
 def invoke_main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    check_inputs(
-        args.data, *args.images, args.val, *args.val_images, *args.unlabelled, weights=args.weights
-    )
+    paths = [*args.data, *args.images, *args.val, *args.val_images, *args.unlabelled]
+    check_inputs(*paths, args.class_map, weights=args.weights)
     from qbheat_det.core.errors import exit_on_user_error
     from qbheat_det.engine import run_distributed
 

@@ -23,6 +23,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.tasks import find_task
 
 from .logs import filter_detectron2_logs
+from .opened_sources import open_sources
 from .run_config import (
     check_config,
     complete_config,
@@ -30,7 +31,7 @@ from .run_config import (
     read_config,
     read_first_stage,
 )
-from .run_data import Draft, RunData, check_flags, check_records, open_sources, prepare_data
+from .run_data import Draft, RunData, check_flags, check_records, prepare_data
 from .run_flags import RunFlags
 from .run_record import check_start, find_start, read_start
 

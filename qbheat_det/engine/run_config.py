@@ -116,8 +116,9 @@ def find_task_of_flags(flags: RunFlags) -> Task:
     Raises:
         UserError: the flags name no training data, or a path has no data set.
     """
-    if flags.data:
-        return find_task_of_data(Source(find_format(str(flags.data)), str(flags.data)))
+    if flags.data_sets:
+        path = flags.data_sets[0]
+        return find_task_of_data(Source(find_format(path), path))
     if flags.images:
         return find_task_of_data(Source(IMAGES, flags.image_folders[0]))
     raise UserError("name what to train on: --data SRC, or --images DIR for pre-training")
