@@ -92,7 +92,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    check_inputs(args.data, *args.images, args.val, *args.val_images, args.apply)
+    check_inputs(
+        args.data,
+        *args.images,
+        args.val,
+        *args.val_images,
+        args.apply,
+        weights=[args.weights],
+        config_file=args.config_file,
+    )
     from qbheat_det.core.errors import exit_on_user_error
 
     if args.apply:

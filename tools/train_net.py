@@ -134,7 +134,13 @@ def evaluate(flags: "RunFlags") -> dict[str, Any]:
 def invoke_main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     check_inputs(
-        args.data, *args.images, args.val, *args.val_images, *args.unlabelled, weights=args.weights
+        args.data,
+        *args.images,
+        args.val,
+        *args.val_images,
+        *args.unlabelled,
+        weights=[args.weights],
+        config_file=args.config_file,
     )
     from qbheat_det.core.errors import exit_on_user_error
     from qbheat_det.engine import run_distributed

@@ -62,6 +62,12 @@ All objects of these classes are labelled in the image, so the rest of it is bac
 Objects of other classes may lack labels. Without this key, all objects are labelled.
 """
 
+
+def learns_partial_labels(model: type | object) -> bool:
+    """Returns whether a model or class reads ``ANNOTATED_CLASSES`` (its attribute of this name)."""
+    return bool(getattr(model, "learns_partial_labels", False))
+
+
 UNLABELLED = "unlabelled"
 """Key of a labelled image's dict. Its value is a list of dicts of unlabelled images."""
 

@@ -18,7 +18,7 @@ from qbheat_det.data import cut
 from qbheat_det.engine.launch import distribute
 from qbheat_det.engine.mean_teacher import MeanTeacher
 from qbheat_det.engine.step import StepTrainer
-from qbheat_det.modeling.contracts import STRONG, UNLABELLED
+from qbheat_det.modeling.contracts import ANNOTATED_CLASSES, STRONG, UNLABELLED
 from qbheat_det.modeling.pretrain import QUADRANTS
 from qbheat_det.modeling.pretrain.wasserstein import DependencyDraw
 from tests.modeling.tiny_pretraining import make_tiny_config
@@ -50,6 +50,7 @@ class Case:
     accumulate: int = 1
     batch_statistics: bool = False  # else BatchNorm uses its running ones
     is_taught: bool = False  # each image brings one without labels
+    is_partly_annotated: bool = False  # each image is annotated for one class
 
 
 def on_timm(config, name):
@@ -115,6 +116,9 @@ def run_case(case, device="cpu"):
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     model = build_case(case, device)
     batches = [[make_image(index) for index in batch] for batch in case.batches]
+    if case.is_partly_annotated:
+        for image in itertools.chain(*batches):
+            image[ANNOTATED_CLASSES] = [image["label"]]
     mean_teacher = None
     if case.is_taught:
         mean_teacher = MeanTeacher(build_case(case, device).eval(), precision=None)
