@@ -245,6 +245,13 @@ def add_training_flags(parser: Parser) -> None:
         "custom/retinanet_285M_probe.yaml (default: the config inside --weights, or else a recipe "
         "for the kind of --data)",
     )
+    parser.add_argument(
+        "--size",
+        choices=["s", "m", "l"],
+        default="",
+        help="a detector's recipe for a GPU: EfficientNet-Lite0 (default on a GPU), ResNet-50 or "
+        "ConvNeXt-Tiny",
+    )
     parser.add_argument("--weights", default="", metavar="W", help=f"MODEL.WEIGHTS: {WEIGHTS}")
     parser.add_argument("--output", default="", metavar="DIR", help="OUTPUT_DIR")
     parser.add_argument("--epochs", type=float, metavar="N", help="SOLVER.EPOCHS")

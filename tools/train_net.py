@@ -115,6 +115,10 @@ def train(flags: "RunFlags", *, is_dry: bool) -> dict[str, Any]:
 
     build_trainer = functools.partial(Trainer, allow_partial=flags.allow_partial)
     stages = assemble_run(flags)
+    if stages[-1].cfg.SOLVER.LARGEST_BATCH and flags.image_size is None:
+        # The number of images per step was found for images of this size.
+        size = stages[-1].data.task.get_image_size(stages[-1].cfg)
+        flags = dataclasses.replace(flags, image_size=size)
     if flags.minutes:
         stages = fit_minutes(stages, flags, build_trainer)
     if is_dry:
