@@ -95,7 +95,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     paths = [*args.data, *args.images, *args.val, *args.val_images]
-    check_inputs(*paths, args.class_map, args.apply)
+    check_inputs(
+        *paths,
+        args.class_map,
+        args.apply,
+        weights=[args.weights],
+        config_file=args.config_file,
+    )
     from qbheat_det.core.errors import exit_on_user_error
 
     if args.apply:

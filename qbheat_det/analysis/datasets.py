@@ -41,7 +41,7 @@ from qbheat_det.data.checks import DataError, find_record_errors
 from qbheat_det.data.datasets.account import LeftOut
 from qbheat_det.engine import RunFlags, read_config
 from qbheat_det.engine.opened_sources import Role, Sources, join_roles
-from qbheat_det.engine.run_config import find_task_of_flags
+from qbheat_det.engine.run_config import choose_recipe
 from qbheat_det.engine.run_data import get_longest_side, leave_out_images
 from qbheat_det.evaluation import choose_max_detections
 from qbheat_det.inference.drawing import RGBImage, draw_instances
@@ -107,7 +107,7 @@ def load_recipe(flags: RunFlags) -> tuple[CfgNode, str]:
     if not (flags.config_file or flags.data or flags.images):
         return load_config(None, [str(word) for word in flags.opts]), "Detectron2's defaults"
     name = flags.config_file or flags.overrides.get("MODEL.WEIGHTS", "")
-    return read_config(flags), name or find_task_of_flags(flags).recipe
+    return read_config(flags), name or choose_recipe(flags)
 
 
 def list_sources(cfg: CfgNode, flags: RunFlags, sources: Sources) -> list[DatasetSource]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.utils import comm
 
 from qbheat_det.checkpoint import class_names_of
@@ -52,6 +53,7 @@ from qbheat_det.data import (
 from qbheat_det.data.checks import find_elongation
 from qbheat_det.data.datasets.sources import forget_source
 from qbheat_det.evaluation import count_most_objects
+from qbheat_det.modeling.contracts import ANNOTATED_CLASSES, learns_partial_labels
 from qbheat_det.tasks import TASKS, Task, find_task, find_task_of_data
 
 from .opened_sources import (
@@ -906,6 +908,8 @@ def check_records(cfgs: Sequence[CfgNode], data: RunData, *, eval_only: bool) ->
         records = DatasetCatalog.get(name)
         if not is_detector:
             continue
+        if name in data.train and not eval_only:
+            _check_partial_labels(cfgs, name, records, num_classes=len(data.class_names))
         for cfg in cfgs:
             is_only_training_set = data.train == (name,)  # the sets are filtered together
             filters = is_only_training_set and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
@@ -920,3 +924,27 @@ def check_records(cfgs: Sequence[CfgNode], data: RunData, *, eval_only: bool) ->
             raise_first(errors)
         if cfgs[-1].DATASETS.CHECK_IMAGES and name not in CUSTOM_SETS:
             raise_first(find_image_errors(records))
+
+
+def _check_partial_labels(
+    cfgs: Sequence[CfgNode], name: str, records: Sequence[Mapping[str, Any]], *, num_classes: int
+) -> None:
+    """Refuses images that are annotated for some classes only, if a model cannot learn from them.
+
+    Such a model would learn that the objects without labels are background.
+    """
+    num_partial = 0
+    for record in records:
+        annotated = record.get(ANNOTATED_CLASSES)
+        if annotated is not None and len(set(annotated)) < num_classes:
+            num_partial += 1
+    if not num_partial:
+        return
+    for cfg in cfgs:
+        architecture = cfg.MODEL.META_ARCHITECTURE
+        if not learns_partial_labels(META_ARCH_REGISTRY.get(architecture)):
+            raise UserError(
+                f"{num_partial:,} of {len(records):,} images of '{name}' are labelled for some of "
+                f"the {num_classes} classes only, from which {architecture} cannot learn: use a "
+                "recipe of RetinaNet, FCOS or MF-DETR, or label all classes"
+            )

@@ -24,6 +24,8 @@ _KEYS = {
     "freeze": "MODEL.BACKBONE.FREEZE_AT",
     "max_left_out": "DATASETS.MAX_LEFT_OUT",
 }
+SIZES = ("s", "m", "l")
+"""Values of ``--size``."""
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -37,7 +39,9 @@ class RunFlags:
 
     Attributes:
         config_file: path of a config, or name of a shipped one. If empty, the config inside
-            ``weights``, or a default for boxes, class folders or images without labels.
+            ``weights``, or a default for boxes, class folders or images without labels. On a GPU,
+            the default for boxes is ``size`` "s".
+        size: instead of ``config_file``, a detector's recipe for a GPU: "s", "m" or "l".
         data: training data, or test data with ``eval_only``. Any format that ``--data`` accepts,
             such as a COCO json, a YOLO ``data.yaml``, a Pascal VOC folder or class folders. A
             detector can learn from a list of data sets, whose classes are joined by name. In an
@@ -67,13 +71,17 @@ class RunFlags:
         max_left_out: ``DATASETS.MAX_LEFT_OUT``, share of images or boxes that may have faults.
         allow_partial: start from ``weights`` even if they lack tensors of the model, or have extra
             ones.
+        keep_classes: keep the classes of ``weights``, which must be a detector, beside those of
+            ``data``. Where they are not annotated, they are learned from this detector.
         opts: config overrides, as alternating keys and values.
 
     Raises:
-        UserError: a number is not above 0, or a flag and an override set the same key.
+        UserError: a number is not above 0, ``size`` is unknown, or two flags, or a flag and an
+            override, set the same value.
     """
 
     config_file: str = ""
+    size: str = ""
     data: Paths | None = None
     images: Paths = ()
     val: Paths | None = None
@@ -93,6 +101,7 @@ class RunFlags:
     freeze: bool = False
     max_left_out: float | None = None
     allow_partial: bool = False
+    keep_classes: bool = False
     opts: Sequence[object] = ()
 
     def __post_init__(self) -> None:
@@ -101,6 +110,10 @@ class RunFlags:
             is_number = isinstance(number, int | float)
             if number is not None and not (is_number and 0 < number < math.inf):
                 raise UserError(f"--{name} must be a number above 0, not {number!r}")
+        if self.size and self.size not in SIZES:
+            raise UserError(f"--size must be {', '.join(SIZES)}, not {self.size!r}")
+        if self.size and self.config_file:
+            raise UserError("--size and --config-file both name the recipe: leave one out")
         for name, key in _KEYS.items():
             if self._is_given(name) and key in self.opts[::2]:
                 raise UserError(f"{spell(name)} and {key} set the same value: leave one out")

@@ -104,6 +104,20 @@ def test_a_generator_is_read_in_order_and_only_as_far_as_needed(detector, encode
     torch.testing.assert_close(vectors, encoder.embed(rolled), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    "bad", ["broken.jpg", np.zeros((1, 9999, 3), np.uint8)], ids=["file", "long"]
+)
+def test_images_before_a_bad_one_are_predicted(bad, detector, photos):
+    good = photos / "0.png"
+    (photos / "broken.jpg").write_bytes(b"no image")
+    pictures = [good] * 5 + [photos / bad if isinstance(bad, str) else bad, good]
+    stream = detector.stream(iter(pictures), threshold=0, batch_size=4)
+    found = []
+    with pytest.raises(UserError, match=r"broken.jpg|image 5"):
+        found.extend(stream)
+    _assert_same(found, [detector.predict(good, threshold=0)] * 5)
+
+
 def test_a_video_is_read_frame_by_frame(detector, photos):
     found = detector.predict(photos / "v.avi", batch_size=1)
     read = []
