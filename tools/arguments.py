@@ -245,6 +245,13 @@ def add_training_flags(parser: Parser) -> None:
         "custom/retinanet_285M_probe.yaml (default: the config inside --weights, or else a recipe "
         "for the kind of --data)",
     )
+    parser.add_argument(
+        "--size",
+        choices=["s", "m", "l"],
+        default="",
+        help="a detector's recipe for a GPU: EfficientNet-Lite0 (default on a GPU), ResNet-50 or "
+        "ConvNeXt-Tiny",
+    )
     parser.add_argument("--weights", default="", metavar="W", help=f"MODEL.WEIGHTS: {WEIGHTS}")
     parser.add_argument("--output", default="", metavar="DIR", help="OUTPUT_DIR")
     parser.add_argument("--epochs", type=float, metavar="N", help="SOLVER.EPOCHS")
@@ -325,20 +332,36 @@ def add_fault_flags(group: argparse._ActionsContainer) -> None:
 def add_data_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Adds and returns the group of flags that name data."""
     group = parser.add_argument_group("data")
-    group.add_argument("--data", metavar="SRC", help=SOURCES)
+    group.add_argument(
+        "--data",
+        metavar="SRC",
+        action="append",
+        default=[],
+        help=f"{SOURCES}; repeatable for detectors: an image has only the classes of its data set "
+        "annotated",
+    )
     group.add_argument(
         "--images",
         metavar="DIR",
         action="append",
         default=[],
-        help="folder with the images of a COCO json (default: next to the json); without --data, "
-        "folder of unlabelled images for pre-training, with its subfolders; repeatable",
+        help="folder with the images of a COCO json (default: next to the json), once for each of "
+        "several --data; without --data, folder of unlabelled images for pre-training, with its "
+        "subfolders; repeatable",
     )
     group.add_argument(
         "--val",
         metavar="SRC",
+        action="append",
+        default=[],
         help="validation data, in the formats of --data (default: the validation part of --data, "
-        "or else a held-out fifth of its images)",
+        "or else a held-out fifth of its images); repeatable for detectors",
+    )
+    group.add_argument(
+        "--class-map",
+        default="",
+        metavar="FILE",
+        help="YAML file with lines 'name in the data: name in the detector', for synonyms",
     )
     add_fault_flags(group)
     group.add_argument(

@@ -115,6 +115,10 @@ def train(flags: "RunFlags", *, is_dry: bool) -> dict[str, Any]:
 
     build_trainer = functools.partial(Trainer, allow_partial=flags.allow_partial)
     stages = assemble_run(flags)
+    if stages[-1].cfg.SOLVER.LARGEST_BATCH and flags.image_size is None:
+        # The number of images per step was found for images of this size.
+        size = stages[-1].data.task.get_image_size(stages[-1].cfg)
+        flags = dataclasses.replace(flags, image_size=size)
     if flags.minutes:
         stages = fit_minutes(stages, flags, build_trainer)
     if is_dry:
@@ -137,15 +141,8 @@ def evaluate(flags: "RunFlags") -> dict[str, Any]:
 
 def invoke_main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    check_inputs(
-        args.data,
-        *args.images,
-        args.val,
-        *args.val_images,
-        *args.unlabelled,
-        weights=[args.weights],
-        config_file=args.config_file,
-    )
+    paths = [*args.data, *args.images, *args.val, *args.val_images, *args.unlabelled]
+    check_inputs(*paths, args.class_map, weights=[args.weights], config_file=args.config_file)
     from qbheat_det.core.errors import exit_on_user_error
     from qbheat_det.engine import run_distributed
 

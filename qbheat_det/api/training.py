@@ -15,8 +15,9 @@ from torch import nn
 
 from qbheat_det.analysis.report import build_report
 from qbheat_det.analysis.run import FigureOptions, Run
-from qbheat_det.core.errors import Interrupted, UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import replace_folders
+from qbheat_det.core.termination import Interrupted
 from qbheat_det.core.text import format_duration, join_first
 from qbheat_det.deployment import deploy_by_config
 from qbheat_det.engine import (
@@ -92,6 +93,8 @@ def train(stage: Stage) -> dict[str, Any]:
 
 def start_afresh(flags: RunFlags) -> Trainer:
     """Returns the trainer of a new run, which replaces an earlier run in ``flags.output``.
+
+    The caller prevents that two processes do so at once: see ``refuse_second_command``.
 
     Raises:
         UserError: the config or the data are invalid, or the folder has other files.

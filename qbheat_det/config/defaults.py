@@ -253,6 +253,10 @@ _KEYS: dict[str, dict[str, Any]] = {
         # Number of micro-batches per step and process, to save memory. SOLVER.IMS_PER_BATCH is the
         # total number of images per optimizer step.
         "ACCUMULATE": 1,
+        # On a GPU, detectors find the number of images per step by trial: IMS_PER_BATCH is doubled
+        # as often as it fits into the memory, up to this number. Workers are limited by the cores.
+        # 0: off.
+        "LARGEST_BATCH": 0,
         # Schedules in epochs. If not 0, empty or None, they determine MAX_ITER, STEPS, WARMUP_ITERS
         # and CHECKPOINT_PERIOD.
         "EPOCHS": 0.0,

@@ -164,7 +164,7 @@ def _download(
     known = {local: known[local] for local in names if local in known and local not in missing}
     size = sum(found[names[local]].get("size") or 0 for local in missing)
     folder.mkdir(parents=True, exist_ok=True)
-    # Before a file changes, since an interrupted download does not record all that have changed.
+    # Before a file changes, so that an interrupted download leaves no wrong version in the record.
     write_atomically(record, json.dumps(known).encode())
     free = shutil.disk_usage(folder).free
     if size > free:

@@ -22,7 +22,9 @@ from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.tasks import find_task
 
+from .batch_size import fit_to_machine
 from .logs import filter_detectron2_logs
+from .opened_sources import open_sources
 from .run_config import (
     check_config,
     complete_config,
@@ -30,7 +32,7 @@ from .run_config import (
     read_config,
     read_first_stage,
 )
-from .run_data import Draft, RunData, check_flags, check_records, open_sources, prepare_data
+from .run_data import Draft, RunData, check_flags, check_records, prepare_data
 from .run_flags import RunFlags
 from .run_record import check_start, find_start, read_start
 
@@ -44,7 +46,7 @@ class Stage:
         data: the data that the config names.
         resume: whether to continue the run in ``OUTPUT_DIR``.
         allow_partial: whether ``MODEL.WEIGHTS`` may lack tensors of the model or have extra ones.
-        title: first line of the log, such as "First stage of two".
+        title: first lines of the log, such as "First stage of two".
     """
 
     cfg: CfgNode
@@ -68,6 +70,10 @@ class Stage:
         cfg = with_values(self.cfg, values)
         cfg.freeze()
         return replace(self, cfg=cfg)
+
+    def with_title(self, line: str) -> "Stage":
+        """Returns the stage with a line before the other lines of its title."""
+        return replace(self, title="\n".join(filter(None, [line, self.title])))
 
 
 def assemble_run(flags: RunFlags, *, replaces_run: bool = False) -> list[Stage]:
@@ -108,11 +114,18 @@ def assemble_run(flags: RunFlags, *, replaces_run: bool = False) -> list[Stage]:
         # A first stage learns from labelled images alone.
         stage_data = data if is_last else replace(data, unlabelled=())
         stage_cfg = complete_config(draft, stage_data)
+        values, title = fit_to_machine(stage_cfg, draft.overrides, continues=draft.start.continues)
         resume = draft.start.continues if stages else draft.start.resume
-        stages.append(Stage(stage_cfg, stage_data, resume, flags.allow_partial))
+        stage = Stage(stage_cfg, stage_data, resume, flags.allow_partial, title)
+        stages.append(stage.with_values(values))
     if len(stages) == 2:
-        stages[0] = replace(stages[0], title="First stage of two")
-        stages[1] = replace(stages[1], title="Second stage of two")
+        stages[0] = stages[0].with_title("First stage of two")
+        stages[1] = stages[1].with_title("Second stage of two")
+    if flags.size and stages[0].cfg.MODEL.DEVICE == "cpu":
+        stages[0] = stages[0].with_title(
+            f"--size {flags.size} is made for a GPU, and its steps take long on this CPU: "
+            "--dry-run forecasts the time"
+        )
     check_records([stage.cfg for stage in stages], data, eval_only=False)
     return stages
 
