@@ -88,8 +88,8 @@ class Evaluation:
 def average_kept_classes(node: CfgNode, metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns the AP of the old classes ("AP_old") and of the new ones ("AP_new").
 
-    Empty for a detector that was not trained with ``--keep-classes``. Classes without objects, whose
-    AP is nan, do not count. A group of such classes alone is left out.
+    Empty for a detector that was not trained with ``--keep-classes``. Classes whose AP is nan,
+    because they have no objects, do not count. A group without other classes is left out.
 
     Args:
         node: ``MODEL`` of a config.

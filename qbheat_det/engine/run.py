@@ -24,6 +24,7 @@ from qbheat_det.tasks import find_task
 
 from .batch_size import fit_to_machine
 from .logs import filter_detectron2_logs
+from .old_detector import find_kept_classes
 from .opened_sources import open_sources
 from .run_config import (
     check_config,
@@ -96,7 +97,7 @@ def assemble_run(flags: RunFlags, *, replaces_run: bool = False) -> list[Stage]:
     cfg = read_config(flags)
     check_flags(flags, find_task(cfg))
     start = find_start(Path(cfg.OUTPUT_DIR), asked=flags.resume)
-    drafts = [Draft(cfg, overrides, start)]
+    drafts = [Draft(cfg, overrides, start, find_kept_classes(flags, cfg))]
     first_cfg = None if start.continues else read_first_stage(cfg, overrides)
     if first_cfg is not None:
         first_start = find_start(Path(first_cfg.OUTPUT_DIR), asked=flags.resume)

@@ -277,6 +277,8 @@ def complete_config(draft: Draft, data: RunData, *, eval_only: bool = False) -> 
             **data.task.get_class_values(data.class_names, data.category_ids),
         },
     )
+    if not eval_only:
+        cfg = with_values(cfg, {"MODEL.KEEP_CLASSES.NUM": len(draft.kept_classes)})
     _check_fit(cfg, data, overrides)
     values: dict[str, Any] = fit_detection_limits(
         cfg,

@@ -2,7 +2,6 @@
 """Adding classes to a detector by ``--keep-classes``: a run of seconds, and what is refused."""
 
 import json
-import logging
 import shutil
 
 import pytest
@@ -125,16 +124,15 @@ def test_a_broken_run_ends_with_the_bits_of_an_unbroken_one(
 ):
     opts = {**FROZEN} if is_cached else {"SOLVER.ACCUMULATE": "2", "SOLVER.EMA.ENABLED": "True"}
     opts["MODEL.CACHE_FEATURES.FOLDER"] = str(tmp_path / "cache")
-    start_run(keep(parts, run, tmp_path / "whole", opts, "--resume")).train()
+    start_run(keep(parts, run, tmp_path / "whole", opts)).train()
     break_at(3, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
-        start_run(keep(parts, run, tmp_path / "broken", opts, "--resume")).train()
+        start_run(keep(parts, run, tmp_path / "broken", opts)).train()
     start_run(keep(parts, run, tmp_path / "broken", opts, "--resume")).train()
     assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
     assert_same_bits(comparable(state(tmp_path / "broken")), comparable(state(tmp_path / "whole")))
     metrics = read_metrics(tmp_path / "whole")
     assert all(line["loss_kept_cls"] > 0 for index, line in metrics.items() if index > 1)
-    assert metrics[0]["loss_kept_cls"] < 1e-4 or not is_cached  # BatchNorm has other statistics
     assert ("loss_kept_features" in metrics[4]) != is_cached
 
 
@@ -173,13 +171,12 @@ def test_a_dry_run_forecasts_a_step(parts, run, tmp_path):
     assert not (tmp_path / "dry").exists()
 
 
-def test_without_the_flag_the_log_names_it(parts, run, tmp_path, caplog):
+def test_without_the_flag_the_log_names_it(parts, run, tmp_path):
     flags = ("--weights", str(run / "model_final.safetensors"))
     for name, is_named in (("new", True), ("old", False)):
-        caplog.clear()
-        with caplog.at_level(logging.INFO):
-            start_run(parse(parts, [name], tmp_path / name, {}, *flags))
-        assert any("--keep-classes" in message for message in caplog.messages) == is_named
+        start_run(parse(parts, [name], tmp_path / name, {}, *flags))
+        log = (tmp_path / name / "log.txt").read_text()
+        assert ("--keep-classes" in log) == is_named
 
 
 def test_what_cannot_be_kept_is_refused(parts, run, tmp_path):
