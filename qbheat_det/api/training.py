@@ -15,6 +15,13 @@ from torch import nn
 
 from qbheat_det.analysis.report import build_report
 from qbheat_det.analysis.run import FigureOptions, Run
+from qbheat_det.checkpoint import (
+    BEST_WEIGHTS,
+    LAST_WEIGHTS,
+    WeightsInfo,
+    find_run_weights,
+    info_of,
+)
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import replace_folders
 from qbheat_det.core.termination import Interrupted
@@ -41,7 +48,7 @@ _NUM_PICTURES = 12  # number of images in a report
 def train_run(stages: Sequence[Stage]) -> dict[str, Any]:
     """Trains the stages of a run, which ``assemble_run`` returns.
 
-    Each stage starts from the weights of the stage before.
+    Each stage starts from the weights of the stage before, see ``find_run_weights``.
 
     Returns:
         The results of the last evaluation.
@@ -57,7 +64,7 @@ def train_run(stages: Sequence[Stage]) -> dict[str, Any]:
             if weights is not None:
                 stage = stage.with_values({"MODEL.WEIGHTS": str(weights)})
             results = train(stage)
-            weights = stage.final_weights
+            weights = find_run_weights(stage.folder)
     return results
 
 
@@ -162,7 +169,9 @@ def write_run_report(cfg: CfgNode) -> Path:
     title = model.META_ARCHITECTURE
     if model.CLASS_NAMES:
         title += f": {join_first(model.CLASS_NAMES)}"
-    lead = f"Trained for {cfg.SOLVER.MAX_ITER:,} steps of {cfg.SOLVER.IMS_PER_BATCH} images"
+    last = info_of(str(folder / LAST_WEIGHTS)) or WeightsInfo()
+    num_steps = (last.iteration or 0) + 1
+    lead = f"Trained for {num_steps:,} steps of {cfg.SOLVER.IMS_PER_BATCH} images"
     if seconds is not None:
         lead += f" in {format_duration(seconds)}"
     if model.WEIGHTS:
@@ -170,10 +179,11 @@ def write_run_report(cfg: CfgNode) -> Path:
     lead += "."
     for text in find_shared_images(folder):
         lead += f" Note: {text}."
-    if (folder / "model_best.safetensors").exists():
+    if run.weights.name == BEST_WEIGHTS:
+        best = info_of(str(run.weights)) or WeightsInfo()
         lead += (
-            " This page shows the last weights, model_final.safetensors. Commands that name the "
-            "folder take model_best.safetensors, the weights with the best evaluation."
+            f" This page shows the weights with the best evaluation, after {(best.iteration or 0) + 1:,} steps: "
+            f"{BEST_WEIGHTS}, which commands that name the folder use too."
         )
     command = ["qbheat", "report", str(folder), "--output", str(page), "--only", *names]
     build_report(

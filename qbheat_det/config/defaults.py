@@ -285,6 +285,9 @@ _KEYS: dict[str, dict[str, Any]] = {
         # "task/metric" that selects the best weights. Higher is better, unless the metric's name
         # begins with "loss".
         "BEST_METRIC": "bbox/AP",
+        # Share of a run's iterations without a better value of BEST_METRIC, after which training
+        # ends early; 0: never. The recipes in configs/custom set it, those of the paper do not.
+        "PATIENCE": 0.0,
     },
     "TEST.KNN": {  # kNN accuracy of qbheat probe
         "K": 20,  # number of neighbors that vote

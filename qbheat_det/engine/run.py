@@ -18,6 +18,7 @@ from typing import Any
 
 from detectron2.config import CfgNode
 
+from qbheat_det.checkpoint import LAST_WEIGHTS
 from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.tasks import find_task
@@ -63,8 +64,8 @@ class Stage:
 
     @property
     def final_weights(self) -> Path:
-        """The file with the weights after the last step."""
-        return self.folder / "model_final.safetensors"
+        """The file with the weights after the last step, which ends the stage."""
+        return self.folder / LAST_WEIGHTS
 
     def with_values(self, values: Mapping[str, Any]) -> "Stage":
         """Returns the stage with other config values, by dotted key."""

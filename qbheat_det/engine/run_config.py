@@ -79,6 +79,7 @@ _RULES: Rules = {
     "DATALOADER.NUM_WORKERS": at_least(0),
     "INPUT.FORMAT": one_of("RGB", "BGR", "L", "YUV-BT.601"),
     "INPUT.MIN_SIZE_TRAIN": (lambda value: value and min(value) >= 1, "lengths in pixels"),
+    "TEST.PATIENCE": (lambda value: 0 <= value <= 1, "a share in [0, 1]"),
     "TEST.PRECISE_BN.ENABLED": (
         lambda value: not value,
         "False: use qbheat export --backbone --recalibrate-bn N",

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase, TrainerBase, hooks
 from detectron2.utils import comm
+from detectron2.utils.events import EventStorage
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from qbheat_det.checkpoint import (
     ExactCheckpointer,
@@ -46,6 +46,7 @@ from qbheat_det.modeling.contracts import (
     pretrain_only_modules,
 )
 from qbheat_det.solver import (
+    MovableLR,
     build_lr_scheduler,
     build_optimizer,
     describe_schedule,
@@ -206,7 +207,7 @@ class Trainer(DefaultTrainer):
             logger.info("The dropped classes are forgotten: --keep-classes keeps them")
 
     def train(self) -> dict[str, Any]:
-        """Trains from ``start_iter`` to ``SOLVER.MAX_ITER``.
+        """Trains from ``start_iter`` to ``max_iter``, which hooks may change.
 
         Returns:
             Results of the last evaluation by task, such as ``{"bbox": {"AP": …}}``. Empty if all
@@ -228,11 +229,56 @@ class Trainer(DefaultTrainer):
             path = Path(self.cfg.OUTPUT_DIR) / "config.yaml"
             write_atomically(path, dump_config(self.cfg).encode())
         try:
-            TrainerBase.train(self, self.start_iter, self.max_iter)
+            self._run_steps()
         finally:  # otherwise workers wait for the garbage collector
             self._trainer.close()
-        logger.info(f"Done: weights in '{Path(self.cfg.OUTPUT_DIR) / 'model_final.safetensors'}'")
+        logger.info(self._describe_end())
         return self._last_eval_results
+
+    def _run_steps(self) -> None:
+        """Does what ``TrainerBase.train`` does, for a run whose end can move."""
+        self.iter = self.start_iter
+        with EventStorage(self.start_iter) as self.storage:
+            try:
+                self.before_train()
+                while self.iter < self.max_iter:
+                    self.before_step()
+                    self.run_step()
+                    self.after_step()
+                    self.iter += 1
+            except UserError:
+                raise  # the command prints it
+            except Exception:
+                logger.exception("Exception during training:")
+                raise
+            finally:
+                self.after_train()
+
+    def move_end(self, max_iter: int) -> None:
+        """Makes the run end after ``max_iter`` iterations. The learning rate follows.
+
+        Only hooks that run before ``PeriodicCheckpointer`` may call this method, on all processes.
+        """
+        self.scheduler.move_end(max_iter)
+        self.max_iter = max_iter
+
+    def _describe_end(self) -> str:
+        """Says where the weights are, and how good the best and the last ones are."""
+        folder = Path(self.cfg.OUTPUT_DIR)
+        text = f"Done after {self.max_iter:,} iterations"
+        hook = self.find_hook(EvalHook)
+        if hook is None or not hook.best:
+            return f"{text}: weights in '{folder / 'model_final.safetensors'}'"
+        metric = self.cfg.TEST.BEST_METRIC
+        best = hook.best["value"]
+        text += f". Commands that name '{folder}' use its best weights, model_best.safetensors: "
+        text += f"{metric} {best:.4g}"
+        if hook.best["iteration"] == self.max_iter - 1:
+            return f"{text}, after the last iteration"
+        text += f", after {hook.best['iteration'] + 1:,} iterations"
+        if hook.value is not None:
+            text += f". The last weights, model_final.safetensors, have {hook.value:.4g}"
+        return text
 
     def build_hooks(self) -> list[HookBase | None]:
         """Returns the hooks in the order in which they run."""
@@ -304,6 +350,7 @@ class Trainer(DefaultTrainer):
         """
         check_same_images(state_dict, self.data_loader)
         TrainerBase.load_state_dict(self, state_dict)
+        self.max_iter = self.scheduler.end
         self._trainer.load_state_dict(state_dict["_trainer"])
         self._trainer.seed = state_dict["seed"]
         if self._old_detector:
@@ -336,7 +383,7 @@ class Trainer(DefaultTrainer):
         return build_optimizer(cfg, model)
 
     @classmethod
-    def build_lr_scheduler(cls, cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
+    def build_lr_scheduler(cls, cfg: CfgNode, optimizer: Optimizer) -> MovableLR:
         """Builds the scheduler that ``SOLVER.LR_SCHEDULER_NAME`` names."""
         return build_lr_scheduler(cfg, optimizer)
 
