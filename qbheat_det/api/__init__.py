@@ -13,7 +13,7 @@ from qbheat_det.inference.decoding import DecodingLimits, DecodingProcesses, cou
 from qbheat_det.inference.drawing import get_class_color
 from qbheat_det.inference.embedding import embed_images
 from qbheat_det.inference.exported import ExportedPredictor
-from qbheat_det.inference.files import open_weights, predict_files
+from qbheat_det.inference.files import PREDICTION_LIMITS, open_weights, predict_files
 from qbheat_det.inference.images import Image, UnreadableImage, find_inputs
 from qbheat_det.inference.predict import build_detector, is_encoder, is_timm, open_encoder
 from qbheat_det.inference.results import (
@@ -28,6 +28,7 @@ from .detector import Detector
 from .encoder import Encoder
 
 __all__ = [
+    "PREDICTION_LIMITS",
     "DecodingLimits",
     "DecodingProcesses",
     "DetectedBox",

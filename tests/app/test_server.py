@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import io
 import json
-import re
 import signal
 import socket
 import subprocess
@@ -31,6 +30,7 @@ from fastapi.testclient import TestClient
 from qbheat_det.app import server
 from qbheat_det.app.server import BatchQueue, Budget, Limits, build_server, read_body, serve
 from qbheat_det.core.errors import UserError
+from tests.data.pictures import make_jpeg_of_scans
 
 ROOT = Path(__file__).resolve().parents[2]
 CELLS = (ROOT / "docs" / "cells.jpg").read_bytes()
@@ -129,26 +129,16 @@ def test_a_budget_waits_until_others_give_back():
     assert asyncio.run(run()) == (False, True)
 
 
-def test_many_scans_are_refused_and_slow_decoding_ends(detector, scans):
+def test_many_scans_are_refused_and_slow_decoding_ends(detector):
     with (
         ThreadPoolExecutor(1) as thread,
         TestClient(build_server(detector, thread, limits=Limits(decoding_seconds=0.5))) as c,
     ):
-        refused = c.post("/predict", content=scans(60))
-        slow = c.post("/predict", content=scans(40))
+        refused = c.post("/predict", content=make_jpeg_of_scans(51))
+        slow = c.post("/predict", content=make_jpeg_of_scans(50))
         assert c.post("/predict", content=CELLS).status_code == 200
     assert (refused.status_code, "more than 50 scans" in refused.text) == (422, True)
     assert (slow.status_code, "more than 0.5 s" in slow.text) == (422, True)
-
-
-@pytest.fixture
-def scans():
-    """Returns a function that writes a JPEG of 20 megapixels that repeats its first scan."""
-    stream = io.BytesIO()
-    PIL.Image.new("L", (5000, 4000)).save(stream, "JPEG", progressive=True)
-    content = stream.getvalue()
-    *_, last = [found.start() for found in re.finditer(b"\xff\xda", content)]
-    return lambda count: content[:last] + content[last:-2] * count + b"\xff\xd9"
 
 
 def test_health_tells_when_no_prediction_is_answered(detector, monkeypatch):
