@@ -31,7 +31,6 @@ Examples:
 
 import argparse
 import dataclasses
-import functools
 import tempfile
 from typing import TYPE_CHECKING, Any
 
@@ -100,17 +99,12 @@ def train(flags: "RunFlags", *, is_dry: bool) -> dict[str, Any]:
 
     A dry run only prints the expected time and memory of each stage, and returns {}.
     """
-    from qbheat_det.api.training import train_run
-    from qbheat_det.engine import Trainer, assemble_run
+    from qbheat_det.api.training import build_trainer, plan_run, train_run
     from qbheat_det.engine.dry_run import print_forecasts
-    from qbheat_det.engine.minutes import fit_minutes
 
-    build_trainer = functools.partial(Trainer, allow_partial=flags.allow_partial)
-    stages = assemble_run(flags)
-    if flags.minutes:
-        stages = fit_minutes(stages, flags, build_trainer)
+    stages = plan_run(flags)
     if is_dry:
-        print_forecasts(stages, build_trainer)
+        print_forecasts(stages, build_trainer(flags))
         return {}
     return train_run(stages)
 
