@@ -4,7 +4,7 @@
 Read ``assemble_run`` from top to bottom. It reads the config (``run_config.py``), opens and
 prepares the data (``run_data.py``), and returns one ``Stage`` for each training. A stage is a
 frozen value: its config is complete, and its data are checked and registered.
-``qbheat_det.api.training.train`` trains it.
+``qbheat_det.api.training.train_stage`` trains it.
 
 ``SOLVER.FIRST_STAGE`` names the config of a first stage, usually a head on cached features of a
 frozen encoder, which trains in minutes. The second stage starts from its weights and also trains
