@@ -36,6 +36,7 @@ from .encoder import Trained, names_mistakes
 
 if TYPE_CHECKING:
     from qbheat_det.analysis.run import Run
+    from qbheat_det.engine.run_flags import Paths
 
 # Keywords of other libraries, and what to use instead.
 _PREDICT_MISTAKES = {
@@ -191,14 +192,16 @@ class Detector(Trained):
 
     @names_mistakes({"device": "load(weights, device=…)", "source": "data"})
     def evaluate(
-        self, data: str | Path, *, images: str | Path = "", tile: int | None = None
+        self, data: "Paths", *, images: "Paths" = "", tile: int | None = None
     ) -> dict[str, float]:
         """Returns COCO's box metrics on a data set, like ``qbheat evaluate``.
 
         Args:
-            data: data set with boxes, in any format of ``--data``. If it has a validation part,
-                only this part is used.
-            images: folder of the images, if they are not in the folder of a COCO json.
+            data: data set with boxes, in any format of ``--data``, or several. If it has a
+                validation part, only this part is used. If it has some of the detector's classes
+                only, detections of the others are ignored.
+            images: folder of the images, if they are not in the folder of a COCO json; one for each
+                data set.
             tile: side of tiles in pixels, as in ``predict``. Boxes of an image's tiles are merged
                 before AP is computed.
 
@@ -211,8 +214,8 @@ class Detector(Trained):
         self._require_weights("evaluate", deployed=False)
         with tempfile.TemporaryDirectory(prefix="qbheat_evaluate_") as folder:
             flags = RunFlags(
-                data=str(data),
-                images=str(images) or (),
+                data=data,
+                images=images or (),
                 weights=self.weights,
                 output=folder,
                 eval_only=True,
@@ -224,7 +227,7 @@ class Detector(Trained):
     @names_mistakes(_TRAIN_MISTAKES)
     def train(
         self,
-        data: str | Path,
+        data: "Paths",
         *,
         epochs: float = 20,
         output: str | Path | None = None,
@@ -234,8 +237,9 @@ class Detector(Trained):
         """Fine-tunes the detector on a data set, and replaces its weights by the trained ones.
 
         Args:
-            data: data set with boxes, in any format of ``--data``. The detector gets the classes of
-                this data set. Classes with the same name keep their weights.
+            data: data set with boxes, in any format of ``--data``, or several (``RunFlags``). The
+                detector gets the classes of the data. Classes with the same name keep their
+                weights.
             epochs: number of passes over the images.
             output: folder of the run; by default a new folder in ``output/``.
             overrides: config keys and values, such as ``{"SOLVER.BASE_LR": 0.005}``.
@@ -269,7 +273,7 @@ class Detector(Trained):
         opts = []  # KEY VALUE KEY VALUE …
         for key, value in values.items():
             opts += [key, str(value)]
-        paths: dict[str, Any] = {"data": str(data), "weights": self.weights, "output": str(folder)}
+        paths: dict[str, Any] = {"data": data, "weights": self.weights, "output": str(folder)}
         try:
             run_flags = RunFlags(**paths, opts=opts, **flags)
         except TypeError as error:  # a keyword that is not a field of ``RunFlags``

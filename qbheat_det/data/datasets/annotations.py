@@ -179,6 +179,7 @@ def build_annotations(
         origin: path of the data set, for messages.
         account: account of the data set, to which used and left out items are added.
     """
+    num_entries = len(labels.images)
     _join_repeated(labels, account)
     _leave_out_unread(tree, labels.images)
     if not labels.problem:  # images without labels need no size
@@ -229,7 +230,7 @@ def build_annotations(
         builder.is_changed
         or bool(labels.notes)
         or bool(labels.left_out)
-        or len(result.images) < len(labels.images)
+        or len(result.images) < num_entries
     )
     if labels.is_original and not is_changed:
         result.original = labels.files[0]
