@@ -17,6 +17,7 @@ from qbheat_det.data import (
     check_class_map,
     join_annotations,
     join_class_names,
+    note_spellings,
     open_images,
     open_source,
     read_annotations,
@@ -186,6 +187,8 @@ def join_roles(
     training_sets = sources.get("train", members)
     names_of_sets = [opened.class_names for opened in training_sets]
     class_names = join_class_names(names_of_sets, class_map)
+    origin = " + ".join(opened.source.path for opened in training_sets)
+    _add_notes(members[0].account, note_spellings(class_names, origin))
     if set(class_names) <= set(of_weights):
         class_names = list(of_weights)
     return {role: join_sources(opened, class_names, class_map) for role, opened in sources.items()}
@@ -207,7 +210,11 @@ def join_sources(
             known[id(account)].add(box)
             account.used["box"] -= 1
             account.left_out.append(box)
-    notes = members[0].account.notes
-    notes += [note for note in annotations.account.notes if note not in notes]
+    _add_notes(members[0].account, annotations.account.notes)
     source = Source.join([member.source for member in members], class_names, class_map)
     return OpenedSource(source, annotations, annotations.account, tuple(members))
+
+
+def _add_notes(account: Account, notes: Sequence[str]) -> None:
+    """Adds notes about several data sets to the account of the first one."""
+    account.notes += [note for note in notes if note not in account.notes]

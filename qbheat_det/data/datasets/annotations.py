@@ -99,16 +99,7 @@ class Annotations:
         notes = []
         if unused and used:
             notes.append(f"'{self.origin}': classes without a box: {join_first(unused)}")
-        spellings: dict[str, list[str]] = {}
-        for name in self.class_names:
-            spellings.setdefault("".join(fold(name).split()), []).append(name)
-        for names in spellings.values():
-            if len(set(names)) > 1:
-                shown = ", ".join(map(repr, names))
-                notes.append(f"'{self.origin}': these are different classes: {shown}")
-            elif len(names) > 1:
-                notes.append(f"'{self.origin}': {len(names)} classes have the name {names[0]!r}")
-        return notes
+        return notes + note_spellings(self.class_names, self.origin)
 
     def leave_out(self, errors: Mapping[str, DataError]) -> None:
         """Removes images, and their boxes, by file name. Their errors are added to the account."""
@@ -154,6 +145,21 @@ class Annotations:
             ids = {image["id"] for image in images}
             annotations = [entry for entry in annotations if entry["image_id"] in ids]
         return {"images": images, "annotations": annotations, "categories": self.categories}
+
+
+def note_spellings(class_names: Sequence[str], origin: str) -> list[str]:
+    """Returns notes about equal names of classes, and names that differ in case or spaces only."""
+    notes = []
+    spellings: dict[str, list[str]] = {}
+    for name in class_names:
+        spellings.setdefault("".join(fold(name).split()), []).append(name)
+    for names in spellings.values():
+        if len(set(names)) > 1:
+            shown = ", ".join(map(repr, names))
+            notes.append(f"'{origin}': these are different classes: {shown}")
+        elif len(names) > 1:
+            notes.append(f"'{origin}': {len(names)} classes have the name {names[0]!r}")
+    return notes
 
 
 _KINDS_OF_ERRORS = {
