@@ -41,6 +41,7 @@ from qbheat_det.engine import (
 )
 from qbheat_det.engine.logs import removes_empty_run
 from qbheat_det.engine.minutes import fit_minutes
+from qbheat_det.engine.run_flags import Paths
 from qbheat_det.engine.run_record import find_duration, find_shared_images, occupies
 
 logger = logging.getLogger(__name__)
@@ -74,9 +75,7 @@ def _find_free(folder: Path) -> Path:
     return path
 
 
-def make_flags(
-    data: str | Path, folder: Path, overrides: Mapping[str, Any], **flags: Any
-) -> RunFlags:
+def make_flags(data: Paths, folder: Path, overrides: Mapping[str, Any], **flags: Any) -> RunFlags:
     """Returns the flags of a run in ``folder``. ``overrides`` are values by config key.
 
     Raises:
@@ -89,7 +88,7 @@ def make_flags(
     unknown = flags.keys() - known
     if unknown:
         raise UserError(f"train() has no argument '{min(unknown)}': use {', '.join(sorted(known))}")
-    return RunFlags(data=str(data), output=str(folder), opts=opts, **flags)
+    return RunFlags(data=data, output=str(folder), opts=opts, **flags)
 
 
 def plan_run(flags: RunFlags) -> list[Stage]:
