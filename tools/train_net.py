@@ -98,11 +98,11 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 def train(flags: "RunFlags", *, is_dry: bool) -> dict[str, Any]:
     """Trains the stages of a run, and returns the results of the last evaluation.
 
-    A dry run only prints the expected time and memory of each stage, and returns {}.
+    A dry run only prints the expected time, memory and disk space, and returns {}.
     """
     from qbheat_det.api.training import train_run
     from qbheat_det.engine import Trainer, assemble_run
-    from qbheat_det.engine.dry_run import print_forecasts
+    from qbheat_det.engine.dry_run import print_forecast
     from qbheat_det.engine.minutes import fit_minutes
 
     build_trainer = functools.partial(Trainer, allow_partial=flags.allow_partial)
@@ -110,7 +110,7 @@ def train(flags: "RunFlags", *, is_dry: bool) -> dict[str, Any]:
     if flags.minutes:
         stages = fit_minutes(stages, flags, build_trainer)
     if is_dry:
-        print_forecasts(stages, build_trainer)
+        print_forecast(stages, build_trainer)
         return {}
     return train_run(stages)
 

@@ -90,7 +90,8 @@ def read_config(flags: RunFlags) -> CfgNode:
     """Reads the config that the flags name or imply, without the values that depend on the data.
 
     It is ``--config-file``, or else the config inside ``--weights``, or else the default recipe of
-    the task of the data.
+    the task of the data. With ``--freeze``, it is the first stage of this config, if there is one:
+    it trains the same model on cached features of the frozen encoder.
 
     Raises:
         UserError: the config is invalid, or the weights are for another task than the data.
@@ -106,6 +107,8 @@ def read_config(flags: RunFlags) -> CfgNode:
         cfg = _read_config_of_weights(weights, overrides, find_task_of_flags(flags))
     else:
         cfg = load_config(find_task_of_flags(flags).recipe, opts)
+    if flags.freeze and cfg.SOLVER.FIRST_STAGE and not flags.eval_only:
+        cfg = _load_first_stage(cfg, overrides)
     if flags.image_size is None:
         return cfg
     return with_values(cfg, _find_size_values(cfg, flags))
@@ -168,13 +171,22 @@ def read_first_stage(cfg: CfgNode, overrides: Mapping[str, str]) -> CfgNode | No
     weights = overrides.get("MODEL.WEIGHTS")
     if weights is not None and not (weights and holds_encoder(weights)):
         return None
-    name = f"SOLVER.FIRST_STAGE '{cfg.SOLVER.FIRST_STAGE}'"
     first_overrides = {
         **list_shared_overrides(overrides),
         "OUTPUT_DIR": str(Path(cfg.OUTPUT_DIR, FIRST_STAGE_FOLDER)),
     }
+    return _load_first_stage(cfg, first_overrides)
+
+
+def _load_first_stage(cfg: CfgNode, overrides: Mapping[str, str]) -> CfgNode:
+    """Loads ``SOLVER.FIRST_STAGE``, a config for the task and the model of ``cfg``.
+
+    Raises:
+        UserError: the first stage's config is invalid, is for another model, or has a first stage.
+    """
+    name = f"SOLVER.FIRST_STAGE '{cfg.SOLVER.FIRST_STAGE}'"
     try:
-        first = load_config(cfg.SOLVER.FIRST_STAGE, as_opts(first_overrides))
+        first = load_config(cfg.SOLVER.FIRST_STAGE, as_opts(overrides))
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
     if first.SOLVER.FIRST_STAGE:
