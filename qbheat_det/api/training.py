@@ -72,7 +72,7 @@ def train_run(stages: Sequence[Stage]) -> dict[str, Any]:
                     break
                 stage = stage.with_values({"MODEL.WEIGHTS": str(weights)})
             results = train(stage)
-            weights = find_run_weights(stage.folder)
+            weights = find_run_weights(stage.folder) or stage.final_weights
     return results
 
 

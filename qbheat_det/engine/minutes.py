@@ -109,12 +109,13 @@ def fit_minutes(
         UserError: the recipe has no ``SOLVER.EPOCHS``, the user also sets the epochs, or the time
             is far too short for any training.
     """
-    planner = _Planner(flags, build_trainer)
     last = stages[-1]
-    if last.resume and name_last_checkpoint(last.folder):
-        return [planner.read_plan(last)]
-    if not last.cfg.SOLVER.EPOCHS:
+    is_resumed = last.resume and bool(name_last_checkpoint(last.folder))
+    if not is_resumed and not last.cfg.SOLVER.EPOCHS:
         raise UserError("--minutes plans SOLVER.EPOCHS, which is 0: leave out SOLVER.MAX_ITER")
+    planner = _Planner(flags, build_trainer)
+    if is_resumed:
+        return [planner.read_plan(last)]
     first = _find_unfinished_first_stage(stages)
     if first is None:
         return [*stages[:-1], planner.plan_alone(last, planner.measure(last))]
@@ -123,7 +124,7 @@ def fit_minutes(
     if planned is not None:
         return planned
     name = last.cfg.SOLVER.FIRST_STAGE
-    alone = first.with_values({"OUTPUT_DIR": last.cfg.OUTPUT_DIR})
+    alone = replace(first.with_values({"OUTPUT_DIR": last.cfg.OUTPUT_DIR}), title="")
     return [planner.plan_alone(alone, first_pace, f"only the first stage fits, {name}, with ")]
 
 
@@ -202,9 +203,13 @@ class _Planner:
         least = _FEW_EPOCHS * pace.usual
         if pace.count_epochs(left) < least and not has_begun:
             return None
-        second = self._plan(_resize(last, size), pace, max(least, pace.count_epochs(left)))
-        second_limit = replace(second.limit, min_iter=1, needed=pace.fixed + least * pace.epoch)
-        second = replace(second, limit=second_limit)
+        second = self._plan(
+            _resize(last, size),
+            pace,
+            max(least, pace.count_epochs(left)),
+            min_iter=1,  # it starts from a trained head
+            needed=pace.fixed + least * pace.epoch,
+        )
         first_limit = TimeLimit(
             end=self._end - left + 0.25 * first_pace.usual_seconds,  # in case it takes longer
             min_iter=_MIN_STEPS,
@@ -266,8 +271,19 @@ class _Planner:
         plan += ". This machine is too slow or too busy now to time its steps"
         return replace(stage, title="\n".join(filter(None, [plan, stage.title])))
 
-    def _plan(self, stage: Stage, pace: Pace, epochs: float) -> Stage:
-        """Returns a stage with a number of epochs, at most three times the recipe's."""
+    def _plan(
+        self,
+        stage: Stage,
+        pace: Pace,
+        epochs: float,
+        *,
+        min_iter: int = _MIN_STEPS,
+        needed: float = 0.0,
+    ) -> Stage:
+        """Returns a stage with a number of epochs, at most three times the recipe's.
+
+        ``min_iter`` and ``needed`` are for its ``TimeLimit``.
+        """
         most = _MAX_EPOCHS * pace.usual
         epochs = float(f"{min(epochs, most):.3g}")
         values: dict[str, Any] = {"SOLVER.EPOCHS": epochs}
@@ -278,9 +294,10 @@ class _Planner:
             values["SOLVER.WARMUP_EPOCHS"] = min(1.0, epochs / pace.usual) * warmup
         limit = TimeLimit(
             end=self._end,
-            min_iter=_MIN_STEPS,
+            min_iter=min_iter,
             max_growth=most / epochs,
             evaluation=pace.evaluation,
+            needed=needed,
         )
         return replace(stage.with_values(values), limit=limit)
 

@@ -18,8 +18,11 @@ from qbheat_det.core.text import format_duration
 from .hooks import EvalHook
 
 logger = logging.getLogger(__name__)
-_LOOKS = 20  # at the clock, in the time of a stage
+# The clock is looked at after this share of the time of a stage, or of its remaining iterations.
+_TIME_SHARE = 0.05
+_STEPS_SHARE = 0.25
 _TOLERANCE = 0.05  # change of the remaining iterations that is too small for another end
+_LOGGED_CHANGE = 0.02  # change of all iterations that the log has
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class EndInTime(HookBase):
         self._eval_period = eval_period
         self._min_iter = min(limit.min_iter, max_iter)
         self._max_iter = max(max_iter, int(limit.max_growth * max_iter))
-        self._pause = (limit.end - time.monotonic()) / _LOOKS  # between two looks at the clock
+        self._pause = _TIME_SHARE * (limit.end - time.monotonic())
         self._last_look: float | None = None
         self._num_steps = 0  # since the last look
         self._not_in_steps = 0.0  # seconds of evaluations since the last look
@@ -89,8 +92,9 @@ class EndInTime(HookBase):
             self._not_in_steps += evaluation_seconds
         in_steps = now - self._last_look - self._not_in_steps
         in_steps, left = comm.all_gather((in_steps, self._end - now))[0]
-        is_last = self.trainer.iter + 1 >= self.trainer.max_iter
-        if is_last or (in_steps < self._pause and left > 0):
+        num_left = self.trainer.max_iter - self.trainer.iter - 1
+        is_soon = in_steps < self._pause and self._num_steps < _STEPS_SHARE * num_left
+        if not num_left or (is_soon and left > 0):
             return
         self._move_end(left, in_steps / self._num_steps)
         self._last_look = now
@@ -109,7 +113,7 @@ class EndInTime(HookBase):
         end = min(end, self._max_iter)
         if abs(end - run.max_iter) <= _TOLERANCE * (run.max_iter - num_done):
             return
-        if comm.is_main_process():
+        if comm.is_main_process() and abs(end - run.max_iter) > _LOGGED_CHANGE * run.max_iter:
             logger.info(
                 f"--minutes: {end:,} iterations instead of {run.max_iter:,}, as "
                 f"{format_duration(max(0.0, left))} are left and 100 iterations take "
