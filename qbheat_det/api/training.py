@@ -1,11 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Trains and evaluates the stages of a run, records them, and writes their reports."""
+"""Plans and trains the stages of a run, evaluates and records them, and writes their reports."""
 
+import functools
 import logging
 import shlex
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,10 @@ from qbheat_det.checkpoint import (
     find_run_weights,
     info_of,
 )
-from qbheat_det.core.errors import Interrupted, UserError
+from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import replace_folders
+from qbheat_det.core.termination import Interrupted
 from qbheat_det.core.text import format_duration, join_first
 from qbheat_det.deployment import deploy_by_config
 from qbheat_det.engine import (
@@ -36,6 +40,7 @@ from qbheat_det.engine import (
     setup,
 )
 from qbheat_det.engine.logs import removes_empty_run
+from qbheat_det.engine.minutes import fit_minutes
 from qbheat_det.engine.run_record import (
     LOCK_FILE,
     find_duration,
@@ -50,6 +55,70 @@ _FIGURES = {"detection": ("detections",), "classification": ("classes",)}
 _NUM_PICTURES = 12  # number of images in a report
 
 
+def choose_folder(output: str | Path | None) -> Path:
+    """Returns the folder of a new run, by default ``output/train``, ``train-2`` and so on.
+
+    Raises:
+        UserError: the folder has a run.
+    """
+    if output is None:
+        return _find_free(Path(get_cfg().OUTPUT_DIR))
+    if (Path(output) / "config.yaml").exists():
+        raise UserError(
+            f"'{output}' has a run: choose another folder, or use qbheat train --resume"
+        )
+    return Path(output)
+
+
+def _find_free(folder: Path) -> Path:
+    """Returns the first of ``folder``/train, train-2, train-3, … that does not exist."""
+    path = folder / "train"
+    number = 1
+    while path.exists():
+        number += 1
+        path = folder / f"train-{number}"
+    return path
+
+
+def make_flags(
+    data: str | Path, folder: Path, overrides: Mapping[str, Any], **flags: Any
+) -> RunFlags:
+    """Returns the flags of a run in ``folder``. ``overrides`` are values by config key.
+
+    Raises:
+        UserError: ``flags`` has a name that is not a field of ``RunFlags``, or a wrong value.
+    """
+    opts: list[str] = []  # KEY VALUE KEY VALUE …
+    for key, value in overrides.items():
+        opts += [key, str(value)]
+    known = {field.name for field in fields(RunFlags)}
+    unknown = flags.keys() - known
+    if unknown:
+        raise UserError(f"train() has no argument '{min(unknown)}': use {', '.join(sorted(known))}")
+    return RunFlags(data=str(data), output=str(folder), opts=opts, **flags)
+
+
+def plan_run(flags: RunFlags) -> list[Stage]:
+    """Returns the stages of a training, with epochs and image size that fit ``flags.minutes``.
+
+    Raises:
+        UserError: the config or the data are invalid, or the time is too short.
+    """
+    stages = assemble_run(flags)
+    last = stages[-1]
+    if last.cfg.SOLVER.LARGEST_BATCH and flags.image_size is None:
+        # The number of images per step was found for images of this size.
+        flags = replace(flags, image_size=last.data.task.get_image_size(last.cfg))
+    if flags.minutes:
+        return fit_minutes(stages, flags, build_trainer(flags))
+    return stages
+
+
+def build_trainer(flags: RunFlags) -> Callable[..., Trainer]:
+    """Returns ``Trainer`` for the forecasts of a run."""
+    return functools.partial(Trainer, allow_partial=flags.allow_partial)
+
+
 def train_run(stages: Sequence[Stage]) -> dict[str, Any]:
     """Trains the stages of a run, which ``assemble_run`` returns.
 
@@ -59,7 +128,7 @@ def train_run(stages: Sequence[Stage]) -> dict[str, Any]:
         The results of the last evaluation.
 
     Raises:
-        UserError: another run is in the folder of a stage; and the errors of ``train``.
+        UserError: another run is in the folder of a stage; and the errors of ``train_stage``.
     """
     results: dict[str, Any] = {}
     weights: Path | None = None
@@ -71,7 +140,7 @@ def train_run(stages: Sequence[Stage]) -> dict[str, Any]:
                     _replace_by_first_stage(stage, stages[0])
                     break
                 stage = stage.with_values({"MODEL.WEIGHTS": str(weights)})
-            results = train(stage)
+            results = train_stage(stage)
             weights = find_run_weights(stage.folder) or stage.final_weights
     return results
 
@@ -98,7 +167,7 @@ def _replace_by_first_stage(stage: Stage, first: Stage) -> None:
     )
 
 
-def train(stage: Stage) -> dict[str, Any]:
+def train_stage(stage: Stage) -> dict[str, Any]:
     """Trains one stage, records the run, and writes its report.
 
     Returns:
@@ -130,6 +199,8 @@ def train(stage: Stage) -> dict[str, Any]:
 
 def start_afresh(flags: RunFlags) -> Trainer:
     """Returns the trainer of a new run, which replaces an earlier run in ``flags.output``.
+
+    The caller prevents that two processes do so at once: see ``refuse_second_command``.
 
     Raises:
         UserError: the config or the data are invalid, or the folder has other files.

@@ -26,7 +26,8 @@ from detectron2.utils import comm
 from torch import nn
 
 from qbheat_det.config import with_values
-from qbheat_det.core.errors import Interrupted, UserError
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.termination import Interrupted
 from qbheat_det.core.text import format_bytes, format_duration
 from qbheat_det.feature_cache.filling import Fill, find_known_views
 from qbheat_det.feature_cache.store import VIEWS_PER_FILE, AllViews, Encode, FeatureStore, Stored

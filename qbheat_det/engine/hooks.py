@@ -19,8 +19,8 @@ from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
 from qbheat_det.core.environment import keep_freed_memory, return_freed_memory
-from qbheat_det.core.errors import Interrupted
 from qbheat_det.core.files import write_atomically
+from qbheat_det.core.termination import Interrupted
 from qbheat_det.data import DataError, join_messages
 
 from .run_record import BEST_RESULTS_FOLDER

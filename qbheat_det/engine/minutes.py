@@ -218,8 +218,7 @@ class _Planner:
         shown_size = f" --image-size {size}" if size else ""
         plan = self._describe(second, pace, "", shown_size)
         plan += f", after a first stage of {format_duration(first_pace.usual_seconds)}"
-        title = f"{plan}\n{first.title}"
-        return [replace(first, limit=first_limit, title=title), second]
+        return [replace(first, limit=first_limit).with_title(plan), second]
 
     def plan_alone(self, stage: Stage, pace: Pace | None, reason: str = "") -> Stage:
         """Plans a run of one stage.
@@ -257,7 +256,7 @@ class _Planner:
                     f"takes {format_duration(needed)}"
                 )
             plan += f". This is the least that can be done, and takes {format_duration(needed)}"
-        return replace(planned, title="\n".join(filter(None, [plan, planned.title])))
+        return planned.with_title(plan)
 
     def _plan_blindly(self, stage: Stage, reason: str) -> Stage:
         """Plans a stage without knowing its time: as little as possible, until the time is over."""
@@ -269,7 +268,7 @@ class _Planner:
         stage = replace(stage, limit=TimeLimit(end=self._end, min_iter=_MIN_STEPS))
         plan = f"Plan for {format_duration(60 * self._minutes)}: {reason}as many epochs as fit"
         plan += ". This machine is too slow or too busy now to time its steps"
-        return replace(stage, title="\n".join(filter(None, [plan, stage.title])))
+        return stage.with_title(plan)
 
     def _plan(
         self,

@@ -23,7 +23,8 @@ from detectron2.utils import comm
 
 from qbheat_det.config import dump_config
 from qbheat_det.config.loading import read_values
-from qbheat_det.core.errors import Interrupted, UserError
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.termination import Interrupted
 from qbheat_det.data import TrainStream
 
 from .hooks import EvalHook, is_saved

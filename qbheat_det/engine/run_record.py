@@ -222,6 +222,14 @@ def find_duration(folder: Path) -> float | None:
     return sum(start["seconds"] for start in starts)
 
 
+def find_first_device(folder: Path) -> str:
+    """Returns the device on which the run in a folder has started; "" if there is no run."""
+    for file in (folder / FIRST_STAGE_FOLDER / RUN_FILE, folder / RUN_FILE):
+        for start in read_run_record(file):
+            return str(start.get("device", ""))
+    return ""
+
+
 def find_shared_images(folder: Path) -> list[str]:
     """Returns how many validation images of a run were trained on, one sentence per kind."""
     starts = read_run_record(folder / RUN_FILE)

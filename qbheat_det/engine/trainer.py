@@ -40,7 +40,11 @@ from qbheat_det.data import ImageBatches, TrainStream, build_train_stream
 from qbheat_det.fast import Form, optimize
 from qbheat_det.feature_cache import DistillationTargets, use_cached_features
 from qbheat_det.feature_cache.filling import Fill, fill
-from qbheat_det.modeling.contracts import needs_targets, pretrain_only_modules
+from qbheat_det.modeling.contracts import (
+    SupportsKeptClasses,
+    needs_targets,
+    pretrain_only_modules,
+)
 from qbheat_det.solver import (
     MovableLR,
     build_lr_scheduler,
@@ -55,6 +59,7 @@ from .hooks import EvalHook, PeriodicCheckpointer, SkippedImages, keep_memory
 from .launch import distribute
 from .logs import PeriodicWriter, describe_model, warn_of_weights
 from .mean_teacher import MeanTeacher, build_eval_hooks
+from .old_detector import OldDetector
 from .resume import StopSignals, YieldToNewerStart, check_same_config, check_same_images
 from .step import StepTrainer, choose_precision
 from .time_limit import EndInTime, TimeLimit
@@ -114,6 +119,9 @@ class Trainer(DefaultTrainer):
             if cfg.DATASETS.UNLABELLED:
                 self._mean_teacher = MeanTeacher(self._average.module, precision=precision)
                 data_loader.burn_in = round(cfg.MODEL.SEMI.BURN_IN * cfg.SOLVER.MAX_ITER)
+        self._old_detector = None
+        if cfg.MODEL.KEEP_CLASSES.NUM:
+            self._old_detector = OldDetector(self.bare_model, precision=precision)
         self._trainer = StepTrainer(
             distribute(self.bare_model),
             data_loader,
@@ -124,6 +132,7 @@ class Trainer(DefaultTrainer):
             seed=data_loader.seed,
             log_period=cfg.SOLVER.LOG_PERIOD,
             mean_teacher=self._mean_teacher,
+            old_detector=self._old_detector,
         )
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
         checkpointables: dict[str, Any] = {"trainer": weakref.proxy(self)}
@@ -180,6 +189,10 @@ class Trainer(DefaultTrainer):
                 self._images_seen_before = self.checkpointer.info.images_seen or 0
             if self._average:
                 self._average.set(self.bare_model)
+            if self._old_detector:
+                self._old_detector.load(self.cfg.MODEL.WEIGHTS, self.cfg.MODEL.CLASS_NAMES)
+            else:
+                self._advise_to_keep_classes()
             return
         self.resumed_from = self.checkpointer.find_checkpoint_to_resume()
         info = info_of(self.resumed_from)
@@ -191,8 +204,17 @@ class Trainer(DefaultTrainer):
         weights = before.get("MODEL.WEIGHTS", self.cfg.MODEL.WEIGHTS)  # of the run's start
         self.cfg = with_values(self.cfg, {"SEED": self.seed, "MODEL.WEIGHTS": weights})
         self.cfg.freeze()
+        if self._old_detector:
+            self._old_detector.load_again(weights, self.cfg.MODEL.CLASS_NAMES)
         self.data_loader.start = self.start_iter
         self.data_loader.seed = self.seed
+
+    def _advise_to_keep_classes(self) -> None:
+        """Names ``--keep-classes`` if classes of the initial weights are dropped."""
+        report = self.checkpointer.report
+        is_possible = isinstance(self.bare_model, SupportsKeptClasses)
+        if is_possible and report and report.class_change and report.class_change.dropped:
+            logger.info("The dropped classes are forgotten: --keep-classes keeps them")
 
     def train(self) -> dict[str, Any]:
         """Trains from ``start_iter`` to ``max_iter``, which hooks may change.
@@ -333,6 +355,7 @@ class Trainer(DefaultTrainer):
             "processes": comm.get_world_size(),
             "num_images": self.data_loader.num_images,
             "fingerprint": self.data_loader.fingerprint,
+            "old_detector": self._old_detector.digest if self._old_detector else "",
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -346,6 +369,8 @@ class Trainer(DefaultTrainer):
         self.max_iter = self.scheduler.end
         self._trainer.load_state_dict(state_dict["_trainer"])
         self._trainer.seed = state_dict["seed"]
+        if self._old_detector:
+            self._old_detector.digest = state_dict["old_detector"]
         before = state_dict["processes"]
         now = comm.get_world_size()
         logger.info(f"Continuing after iteration {self.iter}, with the same images")

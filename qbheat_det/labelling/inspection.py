@@ -17,7 +17,7 @@ import numpy as np
 from qbheat_det.api import Detector, Encoder, load
 from qbheat_det.api.training import train_afresh
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import replace_folders, write_atomically
+from qbheat_det.core.files import refuse_second_command, replace_folders, write_atomically
 from qbheat_det.data import SeenImages, fingerprint_images
 from qbheat_det.data.datasets.splits import choose_val, group_by_rarest_class
 from qbheat_det.engine import RunFlags
@@ -74,13 +74,14 @@ def inspect_labels(
 
     Raises:
         UserError: the data have no boxes or fewer than 10 images, the weights are invalid, or
-            ``detectors`` has other files.
+            ``detectors`` has other files, or ``output`` is in use by another process.
     """
     labels = open_labels(data, images, max_left_out)
     folder = Path(output) / "detectors"
-    replace_folders(folder)
-    recipe = choose_recipe(labels, encoder, folder)
-    predictions, ap50 = predict_halves(labels, folder, recipe, seed, opts)
+    with refuse_second_command(output):
+        replace_folders(folder)
+        recipe = choose_recipe(labels, encoder, folder)
+        predictions, ap50 = predict_halves(labels, folder, recipe, seed, opts)
     annotations = labels.list_annotations()
     truth = [stack_boxes(entries) for entries in annotations]
     suspects = calibrate(find_suspects(truth, predictions), truth, predictions, seed)

@@ -16,7 +16,8 @@ from detectron2.utils import comm
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from qbheat_det.config import with_values
-from qbheat_det.core.errors import Interrupted, UserError, exit_on_user_error
+from qbheat_det.core.errors import UserError, exit_on_user_error
+from qbheat_det.core.termination import Interrupted
 from qbheat_det.data import register_coco_json
 from qbheat_det.engine import Trainer, launch, run_distributed
 from qbheat_det.engine.dry_run import DryRunReport, dry_run, format_forecast

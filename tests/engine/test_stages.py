@@ -182,7 +182,7 @@ def test_without_time_the_run_is_its_first_stage(tmp_path, monkeypatch):
             (stage.folder / name).write_text(str(stage.folder))
         return {"AP": 1.0}
 
-    monkeypatch.setattr(training, "train", leave_files)
+    monkeypatch.setattr(training, "train_stage", leave_files)
     limit = TimeLimit(end=time.monotonic() + 60, needed=61)
     assert training.train_run([first, replace(last, limit=limit)]) == {"AP": 1.0}
     assert find_weights(last.folder) == str(last.folder / "model_best.safetensors")
@@ -200,7 +200,7 @@ def test_both_stages_start_from_a_named_encoder(data, as_flag, monkeypatch):
     first, second = assemble_run(flags)
     assert first.cfg.MODEL.WEIGHTS == second.cfg.MODEL.WEIGHTS == encoder
     started = []
-    monkeypatch.setattr(training, "train", lambda stage: started.append(stage) or {})
+    monkeypatch.setattr(training, "train_stage", lambda stage: started.append(stage) or {})
     training.train_run([first, second])
     weights = [stage.cfg.MODEL.WEIGHTS for stage in started]
     assert weights == [encoder, f"{first.folder}/model_final.safetensors"]

@@ -8,7 +8,7 @@ counts the used and left out boxes in an ``Account``.
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from qbheat_det.data.checks import DataError, short
 from qbheat_det.data.images import read_sizes
 
 from .account import OF_LEFT_OUT_IMAGES, Account, LeftOut
+from .annotated import join_keys
 from .file_tree import FileTree, fold
 from .formats import Labels
 from .image_suffixes import describe_format, is_image_name, suffix_of
@@ -42,6 +43,7 @@ class Annotations:
         broken: paths of the images that ``leave_out`` has removed.
         label_files: maps names of images to the file that has only their labels.
         clipped: maps names of images to the locations of their clipped boxes.
+        sets: maps names of images to their data set, if several are joined.
     """
 
     origin: str
@@ -55,6 +57,7 @@ class Annotations:
     broken: list[str] = field(default_factory=list, repr=False)
     label_files: dict[str, str] = field(default_factory=dict, repr=False)
     clipped: dict[str, list[str]] = field(default_factory=dict, repr=False)
+    sets: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -131,6 +134,16 @@ class Annotations:
             entry for entry in self.annotations if name_of_id[entry["image_id"]] not in errors
         ]
         self.original = ""
+
+    def find_names(self, names: Iterable[str]) -> frozenset[str]:
+        """Returns the names of the images with these names or paths."""
+        given = frozenset(names)
+        return frozenset(
+            image["file_name"]
+            for image in self.images
+            if image["file_name"] in given
+            or os.path.join(self.image_root, image["file_name"]) in given
+        )
 
     def keep(self, file_names: Collection[str] | None = None) -> dict[str, list[Entry]]:
         """Returns COCO's three lists by name, restricted to the images ``file_names`` if given."""
@@ -265,6 +278,7 @@ def _join_repeated(labels: Labels, account: Account) -> None:
                     box for box in image.boxes if (box.class_name, box.xywh) not in known_boxes
                 ]
                 first.left_out_boxes += image.left_out_boxes
+                first.fields = join_keys(first.fields, image.fields)
                 num_joined += 1
                 continue
             reason = f"the labels of '{file}' are those in '{first.entry_file}'"

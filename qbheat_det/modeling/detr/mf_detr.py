@@ -22,6 +22,7 @@ from torchvision.ops import box_convert
 
 from qbheat_det.config import configurable
 from qbheat_det.layers import halve, padding_mask
+from qbheat_det.modeling.annotated_classes import find_annotated
 from qbheat_det.modeling.cached_images import find_cached_images
 from qbheat_det.modeling.checks import check_value
 from qbheat_det.modeling.contracts import pick_outputs
@@ -42,6 +43,9 @@ class MFDETR(nn.Module):
     ``image_sizes``, as in ``MobileFormer``, padding does not change the results of an image.
     Otherwise a warning is logged. In training, BatchNorm's statistics always include the padding.
     """
+
+    learns_partial_labels = True
+    """Whether the model reads ``ANNOTATED_CLASSES``."""
 
     @configurable
     def __init__(
@@ -195,7 +199,10 @@ class MFDETR(nn.Module):
             scale = torch.tensor([width, height] * 2).to(self.device, non_blocking=True)
             labels.append(instances.gt_classes)
             boxes.append(box_convert(instances.gt_boxes.tensor / scale, "xyxy", "cxcywh"))
-        return Targets.stack(labels, boxes)
+        num_classes = self.criterion.num_classes
+        return Targets.stack(
+            labels, boxes, find_annotated(batched_inputs, num_classes, self.device)
+        )
 
     def inference(
         self, outputs: dict[str, Tensor], image_sizes: Sequence[tuple[int, int]]
