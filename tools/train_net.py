@@ -105,14 +105,14 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 def train(flags: "RunFlags", *, is_dry: bool) -> dict[str, Any]:
     """Trains the stages of a run, and returns the results of the last evaluation.
 
-    A dry run only prints the expected time and memory of each stage, and returns {}.
+    A dry run only prints the expected time, memory and disk space, and returns {}.
     """
     from qbheat_det.api.training import build_trainer, plan_run, train_run
-    from qbheat_det.engine.dry_run import print_forecasts
+    from qbheat_det.engine.dry_run import print_forecast
 
     stages = plan_run(flags)
     if is_dry:
-        print_forecasts(stages, build_trainer(flags))
+        print_forecast(stages, build_trainer(flags))
         return {}
     return train_run(stages)
 

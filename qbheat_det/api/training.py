@@ -42,7 +42,13 @@ from qbheat_det.engine import (
 from qbheat_det.engine.logs import removes_empty_run
 from qbheat_det.engine.minutes import fit_minutes
 from qbheat_det.engine.run_flags import Paths
-from qbheat_det.engine.run_record import find_duration, find_shared_images, occupies
+from qbheat_det.engine.run_record import (
+    LOCK_FILE,
+    find_duration,
+    find_shared_images,
+    name_last_checkpoint,
+    occupies,
+)
 
 logger = logging.getLogger(__name__)
 # Figures of a report in addition to the curves, by task.
@@ -129,10 +135,35 @@ def train_run(stages: Sequence[Stage]) -> dict[str, Any]:
     with occupies(folders, resume=any(stage.resume for stage in stages)):
         for stage in stages:
             if weights is not None:
+                if _is_too_late(stage):
+                    _replace_by_first_stage(stage, stages[0])
+                    break
                 stage = stage.with_values({"MODEL.WEIGHTS": str(weights)})
             results = train_stage(stage)
-            weights = find_run_weights(stage.folder)
+            weights = find_run_weights(stage.folder) or stage.final_weights
     return results
+
+
+def _is_too_late(stage: Stage) -> bool:
+    """Whether ``--minutes`` leave no time for a second stage; equal on all processes."""
+    if stage.limit is None or name_last_checkpoint(stage.folder):
+        return False
+    left = stage.limit.end - time.monotonic()
+    return bool(comm.all_gather(left < stage.limit.needed)[0])
+
+
+def _replace_by_first_stage(stage: Stage, first: Stage) -> None:
+    """Moves the files of the first stage to the folder of the run, as if it was the only one."""
+    comm.synchronize()  # all processes have written theirs
+    if not comm.is_main_process():
+        return
+    for path in first.folder.iterdir():
+        if path.name != LOCK_FILE:
+            path.replace(stage.folder / path.name)
+    logger.warning(
+        f"--minutes: no time is left for the second stage. '{stage.folder}' has the weights and "
+        "the report of the first stage"
+    )
 
 
 def train_stage(stage: Stage) -> dict[str, Any]:
@@ -146,7 +177,7 @@ def train_stage(stage: Stage) -> dict[str, Any]:
     """
     setup(stage)
     with removes_empty_run(stage.folder):
-        trainer = Trainer(stage.cfg, allow_partial=stage.allow_partial)
+        trainer = Trainer(stage.cfg, allow_partial=stage.allow_partial, limit=stage.limit)
         trainer.resume_or_load(resume=stage.resume)
         if not comm.is_main_process():
             return trainer.train()
@@ -236,8 +267,7 @@ def write_run_report(cfg: CfgNode) -> Path:
     title = model.META_ARCHITECTURE
     if model.CLASS_NAMES:
         title += f": {join_first(model.CLASS_NAMES)}"
-    last = info_of(str(folder / LAST_WEIGHTS)) or WeightsInfo()
-    num_steps = (last.iteration or 0) + 1
+    num_steps = _count_steps(folder / LAST_WEIGHTS)
     lead = f"Trained for {num_steps:,} steps of {cfg.SOLVER.IMS_PER_BATCH} images"
     if seconds is not None:
         lead += f" in {format_duration(seconds)}"
@@ -247,10 +277,9 @@ def write_run_report(cfg: CfgNode) -> Path:
     for text in find_shared_images(folder):
         lead += f" Note: {text}."
     if run.weights.name == BEST_WEIGHTS:
-        best = info_of(str(run.weights)) or WeightsInfo()
         lead += (
-            f" This page shows the weights with the best evaluation, after {(best.iteration or 0) + 1:,} steps: "
-            f"{BEST_WEIGHTS}, which commands that name the folder use too."
+            f" This page shows the weights with the best evaluation, {BEST_WEIGHTS}, after "
+            f"{_count_steps(run.weights):,} steps. Commands that name the folder use them too."
         )
     command = ["qbheat", "report", str(folder), "--output", str(page), "--only", *names]
     build_report(
@@ -264,3 +293,9 @@ def write_run_report(cfg: CfgNode) -> Path:
         lead=lead,
     )
     return page
+
+
+def _count_steps(weights: Path) -> int:
+    """Returns the number of steps that a run took to its weights."""
+    info = info_of(str(weights)) or WeightsInfo()
+    return info.iteration + 1
