@@ -235,7 +235,8 @@ class Detector(Trained):
 
         Args:
             data: data set with boxes, in any format of ``--data``. The detector gets the classes of
-                this data set. Classes with the same name keep their weights.
+                this data set. Classes with the same name keep their weights. With the flag
+                ``keep_classes=True``, it keeps all of its classes.
             epochs: number of passes over the images.
             output: folder of the run; by default a new folder in ``output/``.
             overrides: config keys and values, such as ``{"SOLVER.BASE_LR": 0.005}``.
