@@ -23,6 +23,7 @@ from qbheat_det.data import (
     read_annotations,
 )
 
+from .old_detector import check_new_classes
 from .run_flags import RunFlags, spell
 
 Role = Literal["train", "val"]
@@ -170,12 +171,17 @@ def find_unvalidated(flags: RunFlags, sources: Sources) -> tuple[OpenedSource, .
 
 
 def join_roles(
-    flags: RunFlags, sources: Sources, of_weights: Sequence[str] = ()
+    flags: RunFlags,
+    sources: Sources,
+    of_weights: Sequence[str] = (),
+    *,
+    kept: Sequence[str] = (),
 ) -> dict[Role, OpenedSource]:
     """Joins the sources of each role to one. All roles get the same classes.
 
     These are the classes of the training sets in the order of their first appearance; without
-    training sets, those of all sets. If ``of_weights`` has all of them, it is used instead.
+    training sets, those of all sets. If ``of_weights`` has all of them, it is used instead. The
+    classes ``kept``, of ``--keep-classes``, come first.
 
     Raises:
         UserError: the class map does not fit the data, or validation data have another class.
@@ -189,6 +195,9 @@ def join_roles(
     class_names = join_class_names(names_of_sets, class_map)
     origin = " + ".join(opened.source.path for opened in training_sets)
     _add_notes(members[0].account, note_spellings(class_names, origin))
+    if kept:
+        check_new_classes(kept, class_names)
+        class_names = list(dict.fromkeys([*kept, *class_names]))
     if set(class_names) <= set(of_weights):
         class_names = list(of_weights)
     return {role: join_sources(opened, class_names, class_map) for role, opened in sources.items()}

@@ -97,11 +97,13 @@ class Draft:
         cfg: config without the values that depend on the data.
         overrides: the values that the user has set for the stage, by config key.
         start: how the stage starts.
+        kept_classes: classes of the weights that ``--keep-classes`` keeps.
     """
 
     cfg: CfgNode
     overrides: Mapping[str, str]
     start: Start
+    kept_classes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -381,10 +383,10 @@ def _choose_roles(
 def _needs_joining(cfg: CfgNode, flags: RunFlags, sources: Sources) -> bool:
     """Returns whether images may have some of the model's classes annotated only.
 
-    This is so for several data sets, for one with other names of classes, and for the evaluation of
-    a model on data with some of its classes.
+    This is so for several data sets, for one with other names of classes, for ``--keep-classes``,
+    and for the evaluation of a model on data with some of its classes.
     """
-    if flags.class_map or any(len(opened) > 1 for opened in sources.values()):
+    if flags.keep_classes or flags.class_map or any(len(opened) > 1 for opened in sources.values()):
         return True
     if not flags.eval_only or "val" not in sources:
         return False
@@ -408,7 +410,13 @@ def _join_roles(
     Images that cannot be used are left out first, so that no data set has too many of them.
     """
     _check_sources(list(itertools.chain.from_iterable(sources.values())), drafts)
-    return join_roles(flags, sources, _find_classes_of_weights(drafts[0].cfg, flags))
+    cfg = drafts[0].cfg
+    return join_roles(
+        flags,
+        sources,
+        _find_classes_of_weights(cfg, flags),
+        kept=drafts[-1].kept_classes,
+    )
 
 
 def _choose_classes(
