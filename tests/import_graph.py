@@ -23,6 +23,7 @@ FILES = {
         "modeling.dense_predictions",
         "modeling.dense_pseudo_labels",
         "modeling.fcos",
+        "modeling.kept_classes",
         "modeling.loss_normalizer",
         "modeling.retinanet",
     },

@@ -44,6 +44,7 @@ FLAGS_OF_OTHERS = {
     "name": "--output",
     "epoch": "--epochs",
     "batch-size": "--batch",
+    "fast": "--freeze",  # of qbheat train, which has no faster form of the whole model
 }
 """Our flags by the flags of other libraries."""
 
@@ -278,7 +279,12 @@ def add_training_flags(parser: Parser) -> None:
         "which a detector is also trained and evaluated (default: as in --weights; "
         "0: no tiles)",
     )
-    parser.add_argument("--freeze", action="store_true", help="freeze the whole backbone")
+    parser.add_argument(
+        "--freeze",
+        action="store_true",
+        help="freeze the whole backbone, and train the head on cached features: the fastest way to "
+        "a detector, minutes on a CPU",
+    )
     parser.add_argument("--device", default="", help="MODEL.DEVICE: cpu or cuda")
     parser.add_argument(
         "--resume",
@@ -332,20 +338,36 @@ def add_fault_flags(group: argparse._ActionsContainer) -> None:
 def add_data_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Adds and returns the group of flags that name data."""
     group = parser.add_argument_group("data")
-    group.add_argument("--data", metavar="SRC", help=SOURCES)
+    group.add_argument(
+        "--data",
+        metavar="SRC",
+        action="append",
+        default=[],
+        help=f"{SOURCES}; repeatable for detectors: an image has only the classes of its data set "
+        "annotated",
+    )
     group.add_argument(
         "--images",
         metavar="DIR",
         action="append",
         default=[],
-        help="folder with the images of a COCO json (default: next to the json); without --data, "
-        "folder of unlabelled images for pre-training, with its subfolders; repeatable",
+        help="folder with the images of a COCO json (default: next to the json), once for each of "
+        "several --data; without --data, folder of unlabelled images for pre-training, with its "
+        "subfolders; repeatable",
     )
     group.add_argument(
         "--val",
         metavar="SRC",
+        action="append",
+        default=[],
         help="validation data, in the formats of --data (default: the validation part of --data, "
-        "or else a held-out fifth of its images)",
+        "or else a held-out fifth of its images); repeatable for detectors",
+    )
+    group.add_argument(
+        "--class-map",
+        default="",
+        metavar="FILE",
+        help="YAML file with lines 'name in the data: name in the detector', for synonyms",
     )
     add_fault_flags(group)
     group.add_argument(

@@ -49,8 +49,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     from qbheat_det.core.errors import exit_on_user_error
+    from qbheat_det.core.files import refuse_second_command
 
-    exit_on_user_error(run_demo)(args)
+    @exit_on_user_error
+    def run() -> None:
+        with refuse_second_command(args.output):
+            run_demo(args)
+
+    run()
 
 
 def run_demo(args: argparse.Namespace) -> None:

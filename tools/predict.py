@@ -31,7 +31,9 @@ Under torchrun, the code is 0 if a file was skipped, because torchrun regards 1 
 """
 
 import argparse
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,13 +84,27 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="also predict on overlapping square tiles, for small objects in large images "
         "(default: as in training; 0: whole images only)",
     )
+    add(
+        "--max-megapixels",
+        type=float,
+        metavar="N",
+        help="skip images and videos with more million pixels per image (default: 179)",
+    )
+    add(
+        "--max-seconds",
+        type=float,
+        metavar="N",
+        help="skip files of which an image takes longer to decode (default: 60)",
+    )
     parser.add_overrides("overrides of the config, such as INPUT.MIN_SIZE_TEST 1000")
     args = parser.parse_args(argv)
     if args.engine == "ray":
         is_json = args.json or args.format != "coco"
-        if is_json or args.config_file or args.fast or not args.output:
+        is_limited = args.max_megapixels is not None or args.max_seconds is not None
+        if is_json or is_limited or args.config_file or args.fast or not args.output:
             parser.error(
-                "--engine ray takes --output, but not --json, --format, --config-file and --fast"
+                "--engine ray takes --output, but not --json, --format, --config-file, --fast, "
+                "--max-megapixels and --max-seconds"
             )
     elif not (args.output or args.json):
         args.output = "output/predict"
@@ -96,6 +112,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--output is a folder, not '{args.output}'")
     if not 0 <= args.threshold <= 1:
         parser.error("--threshold must be a score from 0 to 1")
+    for name in ("max_megapixels", "max_seconds"):
+        limit = getattr(args, name)
+        if limit is not None and not 0 < limit < math.inf:
+            parser.error(f"--{name.replace('_', '-')} must be above 0 and finite")
     return args
 
 
@@ -115,8 +135,13 @@ def run(args: argparse.Namespace) -> int:
     """Predicts as specified by the arguments, and returns the exit code."""
     from detectron2.utils import comm
 
-    from qbheat_det.api import predict_files
+    from qbheat_det.api import PREDICTION_LIMITS, predict_files
 
+    limits = PREDICTION_LIMITS
+    if args.max_megapixels is not None:
+        limits = replace(limits, max_pixels=args.max_megapixels * 1e6)
+    if args.max_seconds is not None:
+        limits = replace(limits, seconds=args.max_seconds)
     report = predict_files(
         args.weights,
         args.images,
@@ -129,6 +154,7 @@ def run(args: argparse.Namespace) -> int:
         fast=args.fast,
         tile=args.tile,
         opts=args.opts,
+        limits=limits,
     )
     if not comm.is_main_process():
         return 0

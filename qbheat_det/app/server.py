@@ -44,6 +44,7 @@ from qbheat_det.core.environment import VERSION
 from qbheat_det.core.errors import UserError
 
 from .connections import SHUTDOWN_SECONDS, LimitedProtocol, Server
+from .forms import BadForm, is_form, read_file
 from .uploads import FORMATS
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,8 @@ BODIES = 10  # the bodies of all requests together have at most this many times 
 IMAGES = 4  # the decoded images together have at most this many times ``megapixels``
 _BACKLOG = 128  # connections that the system accepts before the server does
 _IMAGE = {"schema": {"type": "string", "format": "binary"}}
-_BODY = {"required": True, "content": {"image/*": _IMAGE}}
+_FILE = {"schema": {"type": "object", "properties": {"file": _IMAGE["schema"]}}}
+_BODY = {"required": True, "content": {"image/*": _IMAGE, "multipart/form-data": _FILE}}
 
 
 @dataclass(frozen=True)
@@ -278,7 +280,7 @@ def build_server(
 
     @app.post("/predict", openapi_extra={"requestBody": _BODY})
     async def predict_image(request: Request, threshold: float = Query(0.3, ge=0, le=1)) -> Boxes:
-        """Detects objects in a JPEG, PNG, WebP or BMP image."""
+        """Detects objects in a JPEG, PNG, WebP or BMP image, or in the file of a form."""
         nonlocal num_open
         unknown = request.query_params.keys() - {"threshold"}
         if unknown:
@@ -291,11 +293,12 @@ def build_server(
             await read_body(request, limits, bodies, body)
             waiting.open()
             try:
-                height, width, detections = await answer(request, body)
+                image = take_image(request, body)
+                height, width, detections = await answer(request, image)
             finally:
                 waiting.close()
         except UnreadableImage as error:
-            hint = "send a JPEG, PNG, WebP or BMP file: curl --data-binary @photo.jpg"
+            hint = "send a JPEG, PNG, WebP or BMP file: curl -F file=@photo.jpg"
             raise HTTPException(422, f"{error.reason}; {hint}") from error
         except ClientDisconnect as error:  # nobody will receive the response
             raise HTTPException(400, "the client closed the connection") from error
@@ -323,7 +326,7 @@ def describe(schema: dict[str, Any]) -> str:
     return (
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title>"
         f"<h1>{title}</h1><p>{html.escape(schema['info']['description'])}</p>"
-        "<pre>curl --data-binary @photo.jpg 'http://HOST:PORT/predict?threshold=0.5'</pre>"
+        "<pre>curl -F file=@photo.jpg 'http://HOST:PORT/predict?threshold=0.5'</pre>"
         f"<table border='1' cellpadding='6'><tr><th>request<th>parameters<th>answer</tr>{table}"
         "</table><p>The full description is <a href='openapi.json'>openapi.json</a>.</p></html>"
     )
@@ -338,6 +341,20 @@ async def explain_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     return JSONResponse({"detail": f"{first['loc'][-1]}: {first['msg']}"}, 422)
+
+
+def take_image(request: Request, body: bytearray) -> bytearray:
+    """Returns the image in a request body: the body itself, or the file in a form.
+
+    Raises an ``HTTPException`` if a form does not have exactly one file.
+    """
+    content_type = request.headers.get("content-type", "")
+    if not is_form(content_type):
+        return body
+    try:
+        return read_file(body, content_type)
+    except BadForm as error:
+        raise HTTPException(422, f"{error}: curl -F file=@photo.jpg") from error
 
 
 async def read_body(request: Request, limits: Limits, bodies: Budget, body: bytearray) -> None:

@@ -5,6 +5,8 @@ import ast
 import contextlib
 import difflib
 import os
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,11 @@ EPOCH_KEYS = {
     "SOLVER.WARMUP_EPOCHS": "SOLVER.WARMUP_ITERS",
     "SOLVER.CHECKPOINT_EPOCHS": "SOLVER.CHECKPOINT_PERIOD",
     "TEST.EVAL_EPOCHS": "TEST.EVAL_PERIOD",
+}
+# Packages whose errors in constructors mean that a value of the config is wrong.
+_KNOWN_CODE = sys.stdlib_module_names | {
+    *("qbheat_det", "detectron2", "fvcore", "iopath", "yacs"),
+    *("torch", "torchvision", "timm", "numpy"),
 }
 TIMM_PREFIX = "timm:"
 """Prefix that marks the name of a timm model as a backbone in a config."""
@@ -401,16 +408,28 @@ def check_values(cfg: CfgNode, rules: Rules) -> None:
 def refuse_bad_values(where: str) -> Iterator[None]:
     """Context that converts errors of constructors to a ``UserError``, as values are wrong.
 
-    ``where`` is the source of the values, for the message, such as "this config".
+    An error in code of others, such as a user's own model, is raised as it is. ``where`` is the
+    source of the values, for the message, such as "this config".
     """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
+        if _passes_code_of_others(error):
+            raise
         reason = repr(error)
         if isinstance(error, ValueError):
             reason = str(error)
         raise UserError(
             f"no model can be built from {where}: {reason} (QBHEAT_TRACEBACK=1 shows where)"
         ) from error
+
+
+def _passes_code_of_others(error: Exception) -> bool:
+    """Returns whether an error was raised in, or below, code that is not in ``_KNOWN_CODE``."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in _KNOWN_CODE:
+            return True
+    return False

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
+from .termination import Interrupted, ends_on_sigterm
 from .text import escape_controls, one_line
 
 P = ParamSpec("P")
@@ -43,33 +44,20 @@ def refuse_unreadable(where: object) -> Iterator[None]:
         ) from error
 
 
-class Interrupted(KeyboardInterrupt):
-    """A run was ended by a signal.
-
-    Attributes:
-        number: number of the signal.
-        code: exit code of the process, which is 128 plus the number.
-    """
-
-    def __init__(self, number: int, message: str) -> None:
-        super().__init__(message)
-        self.number = number
-        self.code = 128 + number
-
-
 def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
     """Decorates the ``main`` function of a tool to print errors without a traceback.
 
     For a ``UserError`` or a full disk, the tool prints one line and exits with code 2. After a
-    signal, it exits with 128 plus the signal's number (130 for Ctrl-C). Other exceptions are not
-    caught. If the environment has ``QBHEAT_TRACEBACK=1``, the traceback of a ``UserError`` is
-    printed too.
+    signal, it exits with 128 plus the signal's number (130 for Ctrl-C), after SIGTERM in at most
+    ``GRACE_SECONDS``. Other exceptions are not caught. If the environment has
+    ``QBHEAT_TRACEBACK=1``, the traceback of a ``UserError`` is printed too.
     """
 
     @functools.wraps(main)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return main(*args, **kwargs)
+            with ends_on_sigterm():
+                return main(*args, **kwargs)
         except UserError as error:
             if os.environ.get("QBHEAT_TRACEBACK") == "1":
                 traceback.print_exc()

@@ -128,6 +128,27 @@ def replace_folders(*paths: str | os.PathLike[str]) -> None:
         write_atomically(folder / mark, b"")
 
 
+@contextlib.contextmanager
+def refuse_second_command(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Context for a command that replaces subfolders of its output folder.
+
+    Raises a ``UserError`` if another process is in this context for the same folder, or if the
+    folder cannot be written.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            is_first = stack.enter_context(try_file_lock(Path(folder) / ".command.lock"))
+        except OSError as error:
+            raise _explain_write_error(Path(folder), error) from error
+        if not is_first:
+            raise UserError(
+                f"'{folder}' is in use by a command that has not ended: wait for it, or choose "
+                "another --output"
+            )
+        yield
+
+
 def _explain_write_error(target: Path, error: OSError) -> UserError:
     """Converts an error of writing ``target`` to a ``UserError`` with advice."""
     reason = _ADVICE.get(error.errno or 0, error.strerror or str(error))

@@ -14,7 +14,8 @@ from detectron2.utils import comm
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from .errors import Interrupted, UserError, is_lost_peer
+from .errors import UserError, is_lost_peer
+from .termination import Interrupted
 
 R = TypeVar("R")
 T = TypeVar("T")

@@ -10,6 +10,7 @@ they are wrong, or if the file has another format, the file is decoded as in tra
 
 import errno
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -46,7 +47,14 @@ _ORIENTATION = 0x0112  # EXIF tag; its values from 5 on swap width and height
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
 REDUCTIONS: tuple[int, ...] = (8, 4, 2)  # factors by which JPEGs are scaled down in decoding
 _CHUNK = 32  # number of items that a thread processes as one task
+MAX_SCANS = 50
+"""Largest number of scans of a JPEG. Each one takes as long as a whole image. Usual files have at
+most 12, and a small file with thousands would take minutes."""
 _END_OF_JPEG = b"\xff\xd9"
+_START_OF_SCAN = b"\xff\xda"
+# Within the data of a scan, 0 follows each byte ff, and the markers d0 to d7 divide the data.
+_MARKERS_WITHOUT_LENGTH = (b"\xff\x01", b"\xff\xd8")
+_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 _RGB = ImageReadMode.RGB.value
 # Errors of the process, such as too many open files, which say nothing about a file.
 _PROCESS_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -87,6 +95,7 @@ class ImageFile:
             width, height = self._image.size
             self._image.draft("RGB", (max(1, width // reduction), max(1, height // reduction)))
         elif self._is_jpeg and not self._is_turned and self._image.mode in ("RGB", "L"):
+            refuse_many_scans(self._image)
             # libjpeg-turbo gives the same pixels in torchvision as in Pillow, with fewer copies.
             # If torchvision lacks the operator, or the file is broken, Pillow decodes it below.
             with suppress(AttributeError, RuntimeError):
@@ -178,10 +187,42 @@ def turn_upright(image: Image.Image) -> Image.Image:
     """Decodes an image and applies its EXIF orientation exactly once.
 
     Pillow turns a TIFF itself while it decodes it, and then deletes its orientation. Detectron2
-    looks up the orientation before that, so it turns a TIFF twice.
+    looks up the orientation before that, so it turns a TIFF twice. Raises a ``ValueError`` for a
+    JPEG with more than ``MAX_SCANS`` scans.
     """
+    refuse_many_scans(image)
     image.load()
     return _apply_exif_orientation(image)
+
+
+def refuse_many_scans(image: Image.Image) -> None:
+    """Raises a ``ValueError`` if a JPEG that is not decoded yet has too many scans."""
+    file = getattr(image, "fp", None)  # None if the image is decoded
+    if image.format not in ("JPEG", "MPO") or file is None or file.closed:
+        return
+    position = file.tell()
+    file.seek(0)
+    content = file.read()
+    file.seek(position)
+    # Counting bytes is fast. Thumbnails, or a video after the image, have such bytes too.
+    if content.count(_START_OF_SCAN) > MAX_SCANS and _count_scans(content) > MAX_SCANS:
+        raise ValueError(f"a JPEG with more than {MAX_SCANS} scans")
+
+
+def _count_scans(content: bytes) -> int:
+    """Counts the scans of a JPEG up to its end marker."""
+    num_scans = 0
+    position = 2
+    while True:
+        found = _MARKER.search(content, position)
+        if found is None or found[0] == _END_OF_JPEG:
+            return num_scans
+        marker = found[0]
+        position = found.end()
+        if marker == _START_OF_SCAN:
+            num_scans += 1
+        if marker not in _MARKERS_WITHOUT_LENGTH:
+            position += int.from_bytes(content[position : position + 2], "big")
 
 
 def read_image(path: str, format: str | None = None) -> npt.NDArray[Any]:
@@ -310,6 +351,8 @@ def _is_whole_jpeg(file: BinaryIO, record: dict[str, Any]) -> bool:
     try:
         with Image.open(file, formats=["JPEG"]) as image:
             width, height = find_upright_size(image)
+            if image.info.get("progressive"):
+                refuse_many_scans(image)
             file.seek(-2, os.SEEK_END)
             last_bytes = file.read()
     except Exception:  # decoders raise many types on broken files

@@ -23,6 +23,8 @@ from qbheat_det.core.files import file_lock, try_file_lock, write_atomically
 RUN_FILE = "run.json"
 LOCK_FILE = ".run.lock"
 """File in ``OUTPUT_DIR`` that exists while a run trains there."""
+BEST_RESULTS_FOLDER = "inference_best"
+"""Subfolder of ``OUTPUT_DIR`` with the results of the best evaluation, such as detections."""
 FIRST_STAGE_FOLDER = "first_stage"
 """Subfolder of ``OUTPUT_DIR`` in which ``SOLVER.FIRST_STAGE`` trains."""
 

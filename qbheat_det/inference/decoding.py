@@ -5,85 +5,168 @@ A decoder is a C library that Python cannot interrupt, and threads that run it b
 program. A process can be ended at any time, also if the library crashes or needs too much memory.
 """
 
+import contextlib
 import io
-import math
 import multiprocessing
 import os
 import queue
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import numpy as np
+import PIL.Image
 
 from qbheat_det.data import IMAGE_FORMATS
+from qbheat_det.data.images import open_in_format, turn_upright
 
-from .images import Image, UnreadableImage, decode_image
+from .images import (
+    Image,
+    UnreadableImage,
+    check_pixels,
+    decode_image,
+    open_file,
+    open_frames,
+)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class DecodingLimits:
-    """Limits of one image.
+    """Limits of one image, or of each frame of a video.
 
     Attributes:
-        formats: Pillow's names of the allowed formats.
-        max_pixels: largest number of pixels, by the header.
-        seconds: longest time to decode an image.
+        formats: Pillow's names of the allowed formats of images.
+        max_pixels: largest number of pixels, by the header. The default is about Pillow's.
+        seconds: longest time to decode an image or a frame.
     """
 
     formats: Sequence[str] = IMAGE_FORMATS
-    max_pixels: float = math.inf
+    max_pixels: float = 179e6
     seconds: float = 10.0
 
 
+@dataclass(frozen=True)
+class _Request:
+    """What a process shall decode. The content of an image follows if there is no path."""
+
+    kind: Literal["image", "check", "video"]
+    path: Path | None
+    limits: DecodingLimits
+
+
 class DecodingProcesses:
-    """A fixed number of processes that decode images. Threads can share them.
+    """A fixed number of processes that decode images and videos. Threads can share them.
 
     A process that exceeds the time ends, and another one takes its place. The processes end with
-    the program.
+    the program, or with the context.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, fork: bool = False) -> None:
+        """
+        Args:
+            count: number of processes.
+            fork: start them at once, for programs without threads of their own. A process that is
+                forked from a program with threads may wait for a lock that no thread releases.
+        """
         self.count = count
-        # Forking this process would copy locks of its threads. The fork server has no threads, and
-        # imports the decoders once for all processes.
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__])
+        if fork:
+            self._context = multiprocessing.get_context("fork")
+        else:
+            # The fork server has no threads, and imports the decoders once for all processes.
+            self._context = multiprocessing.get_context("forkserver")
+            self._context.set_forkserver_preload([__name__])
         self._idle: queue.SimpleQueue[tuple[Connection, BaseProcess]] = queue.SimpleQueue()
         for _ in range(count):
             self._idle.put(self._start())
 
-    def decode(self, content: bytes | bytearray, name: str | Path, limits: DecodingLimits) -> Image:
-        """Decodes the content of an image file to RGB (H, W, 3), uint8.
+    def __enter__(self) -> "DecodingProcesses":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while not self._idle.empty():
+            connection, process = self._idle.get()
+            process.kill()
+            connection.close()
+
+    def decode(
+        self, source: bytes | bytearray | Path, name: str | Path, limits: DecodingLimits
+    ) -> Image:
+        """Decodes an image file, or the content of one, to RGB (H, W, 3), uint8.
 
         Waits until a process is idle. ``name`` names the image in errors. Raises an
         ``UnreadableImage`` if the image is broken or exceeds a limit.
         """
+        path = source if isinstance(source, Path) else None
+        with self._borrow(name, limits) as connection:
+            connection.send(_Request("image", path, limits))
+            if not isinstance(source, Path):
+                connection.send_bytes(source)
+            (image,) = _receive(connection, name)
+        return image
+
+    def check(self, path: Path, limits: DecodingLimits) -> None:
+        """Raises an ``UnreadableImage`` if an image file exceeds a limit. Passes broken images."""
+        with self._borrow(path, limits) as connection:
+            connection.send(_Request("check", path, limits))
+            list(_receive(connection, path))
+
+    def open_video(
+        self, path: Path, limits: DecodingLimits
+    ) -> tuple[Iterator[Image], float, int | None]:
+        """Opens a video. Returns the same as ``open_frames``, with the images alone.
+
+        The iterator raises an ``UnreadableImage`` if a frame exceeds a limit.
+        """
+        answers = self._decode_video(path, limits)
+        fps, num_frames = next(answers)
+        return answers, fps, num_frames
+
+    def _decode_video(self, path: Path, limits: DecodingLimits) -> Iterator[Any]:
+        """Yields the frame rate and the number of frames, and then the frames."""
+        num_read = 0
+        try:
+            with self._borrow(path, limits) as connection:
+                connection.send(_Request("video", path, limits))
+                for answer in _receive(connection, path):
+                    yield answer
+                    num_read += 1
+        except UnreadableImage as error:
+            if num_read <= 1:
+                raise
+            raise UnreadableImage(path, f"{error.reason}, after {num_read - 1} frames") from error
+
+    @contextlib.contextmanager
+    def _borrow(self, name: str | Path, limits: DecodingLimits) -> Iterator[Connection]:
+        """Yields the connection to a process, which is replaced if it has not answered in full."""
         connection, process = self._idle.get()
         try:
-            answer = _ask(connection, content, limits)
+            yield connection
+        except UnreadableImage:  # which was its answer
+            raise
         except BaseException as error:
-            process.join(1)  # the exit code of a process that ended
+            has_ended = isinstance(error, EOFError | OSError)
+            if has_ended:
+                process.join(1)
             exit_code = process.exitcode
             process.kill()
             connection.close()
             connection, process = self._start()
-            if isinstance(error, EOFError | OSError):
+            if has_ended:
                 raise UnreadableImage(name, _explain(exit_code, limits)) from error
             raise
         finally:
             self._idle.put((connection, process))
-        if isinstance(answer, str):
-            raise UnreadableImage(name, answer)
-        return answer
 
     def _start(self) -> tuple[Connection, BaseProcess]:
         here, there = self._context.Pipe()
         process = self._context.Process(
-            target=_decode_all, args=(there,), name="decoder", daemon=True
+            target=_decode_all, args=(there, here), name="decoder", daemon=True
         )
         process.start()
         there.close()  # so that the end of the process ends the pipe
@@ -99,16 +182,20 @@ def _explain(exit_code: int | None, limits: DecodingLimits) -> str:
     return "the decoder crashed"
 
 
-def _ask(connection: Connection, content: bytes | bytearray, limits: DecodingLimits) -> Image | str:
-    """Returns the decoded image, or the reason why it cannot be decoded."""
-    connection.send(limits)
-    connection.send_bytes(content)
-    answer = connection.recv()
-    if isinstance(answer, str):
-        return answer
-    image = np.empty(answer, np.uint8)
-    connection.recv_bytes_into(image.data.cast("B"))
-    return image
+def _receive(connection: Connection, name: str | Path) -> Iterator[Any]:
+    """Yields the answers of a process. Raises an ``UnreadableImage`` with its reason."""
+    while True:
+        kind, value = connection.recv()
+        if kind == "end":
+            return
+        if kind == "unreadable":
+            raise UnreadableImage(name, value)
+        if kind == "pixels":  # the value is their shape
+            image = np.empty(value, np.uint8)
+            connection.recv_bytes_into(image.data.cast("B"))
+            yield image
+        else:
+            yield value
 
 
 def count_decoders() -> int:
@@ -116,33 +203,75 @@ def count_decoders() -> int:
     return max(2, min(4, os.cpu_count() or 1))
 
 
-def _decode_all(connection: Connection) -> None:
-    """Answers each content with a shape and pixels, or with the reason why it cannot be decoded."""
+def _decode_all(connection: Connection, other_end: Connection) -> None:
+    """Answers requests until the program ends."""
+    other_end.close()  # inherited; otherwise the pipe would not end with the program
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the program, which ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # The alarm has no handler, so it ends this process even within a C library.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    PIL.Image.MAX_IMAGE_PIXELS = None  # the limit of the request counts
+    with contextlib.suppress(EOFError, ConnectionError):  # the program ended
+        while True:
+            request = connection.recv()
+            content = None if request.path else connection.recv_bytes()
+            _answer(connection, request, content)
+
+
+def _answer(connection: Connection, request: _Request, content: bytes | None) -> None:
+    """Sends the results of a request: pairs of a kind and a value, and then "end"."""
+    try:
+        for result in _timed(_run(request, content), request.limits.seconds):
+            if isinstance(result, np.ndarray):
+                connection.send(("pixels", result.shape))
+                connection.send_bytes(np.ascontiguousarray(result).data.cast("B"))
+            else:
+                connection.send(("value", result))
+    except UnreadableImage as error:
+        connection.send(("unreadable", error.reason))
+    except MemoryError:
+        connection.send(("unreadable", "there is not enough memory to decode it"))
+    else:
+        connection.send(("end", None))
+
+
+def _timed(results: Iterator[T], seconds: float) -> Iterator[T]:
+    """Yields results. The process ends if one of them takes more seconds."""
     while True:
+        signal.setitimer(signal.ITIMER_REAL, min(seconds, 1e6))  # the system's limit is larger
         try:
-            limits = connection.recv()
-            content = connection.recv_bytes()
-        except EOFError:  # the program ended
+            result = next(results)
+        except StopIteration:
             return
-        signal.setitimer(signal.ITIMER_REAL, limits.seconds)
-        try:
-            image = decode_image(
-                io.BytesIO(content),
-                "the image",
-                formats=limits.formats,
-                max_pixels=limits.max_pixels,
-            )
-        except UnreadableImage as error:
-            connection.send(error.reason)
-            continue
-        except MemoryError:
-            connection.send("there is not enough memory to decode it")
-            continue
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        connection.send(image.shape)
-        connection.send_bytes(np.ascontiguousarray(image).data.cast("B"))
+        yield result
+
+
+def _run(request: _Request, content: bytes | None) -> Iterator[Any]:
+    """Yields the results of a request."""
+    limits = request.limits
+    path = request.path or Path()
+    if request.kind == "image":
+        file = open_file(path) if content is None else io.BytesIO(content)
+        with file:
+            yield decode_image(file, path, formats=limits.formats, max_pixels=limits.max_pixels)
+    elif request.kind == "check":
+        _check(path, limits)
+    else:
+        frames, fps, num_frames = open_frames(path, str(path), max_pixels=limits.max_pixels)
+        yield fps, num_frames
+        for frame in frames:
+            yield frame.image
+
+
+def _check(path: Path, limits: DecodingLimits) -> None:
+    """Decodes an image file. Raises an ``UnreadableImage`` only if it has too many pixels."""
+    try:
+        with open_in_format(str(path)) as image:
+            check_pixels(path, image.width, image.height, limits.max_pixels)
+            turn_upright(image)
+    except (MemoryError, UnreadableImage):
+        raise
+    except Exception:  # whoever reads the image next names the fault
+        return

@@ -5,8 +5,9 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from detectron2.config import CfgNode
@@ -19,21 +20,22 @@ from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.core.text import one_line
 from qbheat_det.core.torchrun import collect, share
 
+from .decoding import DecodingLimits, DecodingProcesses
 from .exported import EXPORTED_SUFFIXES, ExportedModel, ExportedPredictor, build_exported_scorer
 from .images import (
     InputFile,
     NamedImage,
     UnreadableImage,
     find_inputs,
-    open_frames,
     open_video,
-    read_rgb,
 )
 from .predict import Predictor, Scores, build_detector, build_scorer, find_boxes, is_classifier
 from .results import Detections, Format, Predictions, render_annotations
 
 T = TypeVar("T")
 _NUM_TOP_CLASSES = 5
+PREDICTION_LIMITS = DecodingLimits(seconds=60.0)
+"""Limits of an image or a frame. A slow disk and a busy machine need more time than a server."""
 
 
 def predict_files(
@@ -49,6 +51,7 @@ def predict_files(
     fast: bool = False,
     tile: int | None = None,
     opts: Sequence[str] = (),
+    limits: DecodingLimits = PREDICTION_LIMITS,
 ) -> Predictions:
     """Predicts boxes or classes on files and folders, and optionally draws and writes them.
 
@@ -67,6 +70,7 @@ def predict_files(
         fast: use the fastest equivalent form of the model (``MODEL.DEPLOY``).
         tile: side of overlapping tiles in pixels; 0 for whole images only, None as in training.
         opts: config overrides, a flat list of keys and values.
+        limits: limits of an image or a frame. A file that exceeds them is skipped.
 
     Raises:
         UserError: weights, inputs or arguments are invalid or do not match.
@@ -87,13 +91,19 @@ def predict_files(
             score = build_exported_scorer(exported)
         else:
             score = build_scorer(build_detector(cfg).model, cfg)
-        predictions = classify_images(score, files, cfg.MODEL.CLASS_NAMES)
+        predictions = classify_images(score, files, cfg.MODEL.CLASS_NAMES, limits=limits)
         if comm.is_main_process():
             write_atomically(json_file, json.dumps(predictions.results).encode())
         return predictions
     predictor = get_predictor(exported, cfg)
     predictions = predict_images(
-        predictor, files, cfg, score_threshold=score_threshold, output_dir=output, tile=tile
+        predictor,
+        files,
+        cfg,
+        score_threshold=score_threshold,
+        output_dir=output,
+        tile=tile,
+        limits=limits,
     )
     if json_file and comm.is_main_process():
         if not cfg.MODEL.CATEGORY_IDS:
@@ -154,18 +164,24 @@ def predict_images(
     score_threshold: float,
     output_dir: Path | None = None,
     tile: int | None = None,
+    limits: DecodingLimits = PREDICTION_LIMITS,
 ) -> Predictions:
     """Predicts on images and videos, and draws the results into ``output_dir`` if it is given.
 
-    Unreadable files are skipped. If an image cannot be drawn, its boxes are still in the results.
-    The ids of images and frames start from 1. In a process group, each process predicts on its
-    share of the files. The first one returns the predictions on all files, the others none.
+    Unreadable files are skipped, and those that exceed the limits. If an image cannot be drawn, its
+    boxes are still in the results. The ids of images and frames start from 1. In a process group,
+    each process predicts on its share of the files. The first one returns the predictions on all
+    files, the others none.
     """
     pairs = share(list(zip(files, name_outputs(files), strict=True)))
     parts = []
-    for file, name in _show_progress(pairs, unit="file", desc="predicting"):
-        output = None if output_dir is None else output_dir / name
-        parts.append(_predict_file(predictor, file, cfg, score_threshold, output, tile))
+    with DecodingProcesses(1, fork=True) as decoders:
+        for file, name in _show_progress(pairs, unit="file", desc="predicting"):
+            output = None if output_dir is None else output_dir / name
+            open_source = partial(_open_file, file, decoders, limits)
+            parts.append(
+                _predict_file(predictor, file, open_source, cfg, score_threshold, output, tile)
+            )
     return Predictions.join(collect(parts))
 
 
@@ -177,15 +193,19 @@ def _show_progress(items: Sequence[T], **options: str) -> Iterator[T]:
 def _predict_file(
     predictor: Predictor,
     file: InputFile,
+    open_source: Callable[[], tuple[Iterator[NamedImage], float]],
     cfg: CfgNode,
     score_threshold: float,
     output: Path | None,
     tile: int | None,
 ) -> Predictions:
-    """Predicts on one image or video, and draws the results to ``output`` if it is given."""
+    """Predicts on one image or video, and draws the results to ``output`` if it is given.
+
+    ``open_source`` returns an iterator over the image or the frames, and the frame rate.
+    """
     predictions = Predictions()
     with _skip_unreadable(predictions, file):
-        frames, fps = _open_file(file)
+        frames, fps = open_source()
         with contextlib.ExitStack() as stack:
             append_frame = None  # writes a frame to the drawn video
             if output is not None and file.is_video:
@@ -221,13 +241,17 @@ def _save_drawing(
         predictions.undrawn.append((str(file.path), one_line(cause or error)))
 
 
-def _open_file(file: InputFile) -> tuple[Iterator[NamedImage], float]:
+def _open_file(
+    file: InputFile, decoders: DecodingProcesses, limits: DecodingLimits
+) -> tuple[Iterator[NamedImage], float]:
     """Returns an iterator over the image or the frames, and the frame rate (0 for an image)."""
     if not file.is_video:
-        return iter([NamedImage(read_rgb(file.path), None, file.name)]), 0.0
-    frames, fps, num_frames = open_frames(file.path, file.name)
+        image = decoders.decode(file.path, file.path, limits)
+        return iter([NamedImage(image, None, file.name)]), 0.0
+    frames, fps, num_frames = decoders.open_video(file.path, limits)
     frames = tqdm(frames, total=num_frames, unit="frame", desc=file.name, leave=False, disable=None)
-    return frames, fps
+    named = (NamedImage(frame, None, file.name, index) for index, frame in enumerate(frames))
+    return named, fps
 
 
 @contextlib.contextmanager
@@ -267,25 +291,37 @@ def name_outputs(files: Sequence[InputFile]) -> list[Path]:
 
 
 def classify_images(
-    score: Callable[[str | Path], Scores], files: Sequence[InputFile], class_names: Sequence[str]
+    score: Callable[[str | Path], Scores],
+    files: Sequence[InputFile],
+    class_names: Sequence[str],
+    *,
+    limits: DecodingLimits = PREDICTION_LIMITS,
 ) -> Predictions:
-    """Classifies images. Skips unreadable files and videos.
+    """Classifies images. Skips videos, unreadable files, and those that exceed the limits.
 
     ``score`` returns the class scores (K,) of an image path. The results have the five classes with
     the highest scores. If ``class_names`` is empty, the name of a class is its index. Processes
     share the files as in ``predict_images``.
     """
     parts = []
-    for file in _show_progress(share(files), unit="image", desc="classifying"):
-        predictions = Predictions()
-        parts.append(predictions)
-        with _skip_unreadable(predictions, file):
-            if file.is_video:
-                raise UnreadableImage(file.path, "a classifier takes images, not videos")
-            scores = score(file.path)
-            classes = []
-            for k in np.argsort(-scores, kind="stable")[:_NUM_TOP_CLASSES].tolist():
-                name = class_names[k] if class_names else str(k)
-                classes.append({"name": name, "score": float(scores[k])})
-            predictions.results.append({"file_name": file.name, "classes": classes})
+    with DecodingProcesses(1, fork=True) as decoders:
+        for file in _show_progress(share(files), unit="image", desc="classifying"):
+            predictions = Predictions()
+            parts.append(predictions)
+            with _skip_unreadable(predictions, file):
+                if file.is_video:
+                    raise UnreadableImage(file.path, "a classifier takes images, not videos")
+                decoders.check(file.path, limits)
+                scores = score(file.path)
+                entry = {"file_name": file.name, "classes": _list_classes(scores, class_names)}
+                predictions.results.append(entry)
     return Predictions.join(collect(parts))
+
+
+def _list_classes(scores: Scores, class_names: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns the names and scores of the classes with the highest scores."""
+    classes = []
+    for k in np.argsort(-scores, kind="stable")[:_NUM_TOP_CLASSES].tolist():
+        name = class_names[k] if class_names else str(k)
+        classes.append({"name": name, "score": float(scores[k])})
+    return classes

@@ -38,10 +38,6 @@ Picture = str | Path | PIL.Image.Image | Image | Tensor
 """A file, a PIL image, an RGB array (H, W, 3) of uint8, or an RGB tensor (3, H, W) of uint8 or of
 floats in [0, 1]."""
 
-MAX_SCANS = 50
-"""Largest number of scans of a JPEG. Each one takes as long as a whole image. Usual files have at
-most 12, and a small file with thousands would take minutes."""
-_START_OF_SCAN = b"\xff\xda"  # within the data of a scan, 0 follows each byte ff
 _DEFAULT_FPS = 25.0  # frames per second of a video that does not state them
 VIDEO_SUFFIXES = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm"})
 
@@ -208,11 +204,7 @@ def read_rgb(picture: Picture) -> Image:
     if isinstance(picture, Tensor):
         return _from_tensor(picture)
     if isinstance(picture, str | Path):
-        try:
-            file = PathManager.open(str(picture), "rb")
-        except OSError as error:
-            raise UnreadableImage(picture, one_line(error)) from error
-        with file:
+        with open_file(picture) as file:
             return decode_image(file, picture)
     expected = "an image is an array (H, W, 3) of uint8, RGB"
     if not isinstance(picture, np.ndarray):
@@ -221,6 +213,23 @@ def read_rgb(picture: Picture) -> Image:
     if not is_rgb or picture.dtype != np.uint8:
         raise UserError(f"{expected}, not {picture.dtype} of shape {picture.shape}")
     return np.array(picture)
+
+
+def open_file(path: str | Path) -> BinaryIO:
+    """Opens a file with Detectron2's path manager, or raises an ``UnreadableImage``."""
+    try:
+        return PathManager.open(str(path), "rb")
+    except (OSError, ValueError) as error:  # invalid file names raise a ValueError
+        raise UnreadableImage(path, one_line(error)) from error
+
+
+def check_pixels(name: str | Path, width: int, height: int, max_pixels: float) -> None:
+    """Raises an ``UnreadableImage`` if an image has more than ``max_pixels`` pixels."""
+    if width * height > max_pixels:
+        raise UnreadableImage(
+            name,
+            f"{width} x {height} pixels are more than {max_pixels / 1e6:g} million pixels",
+        )
 
 
 def run_by_shape(
@@ -251,15 +260,12 @@ def decode_image(
     """Decodes an open image file to RGB (H, W, 3), uint8.
 
     ``formats`` are Pillow's names of the allowed formats. Raises ``UnreadableImage`` if the file
-    has another format, is broken, has 16-bit grayscale pixels, more than ``MAX_SCANS`` scans, or if
+    has another format, is broken, has 16-bit grayscale pixels, more scans than ``MAX_SCANS``, or if
     its header states more than ``max_pixels`` pixels.
     """
     try:
         with PIL.Image.open(file, formats=list(formats)) as image:
-            if image.width * image.height > max_pixels:
-                raise UnreadableImage(name, f"more than {max_pixels / 1e6:g} million pixels")
-            if image.format in ("JPEG", "MPO") and _count_scans(file) > MAX_SCANS:
-                raise UnreadableImage(name, f"a JPEG with more than {MAX_SCANS} scans")
+            check_pixels(name, image.width, image.height, max_pixels)
             return _to_array(image, name)
     except (MemoryError, UserError):
         raise
@@ -267,15 +273,6 @@ def decode_image(
         raise UnreadableImage(name, "not an image") from error
     except Exception as error:  # decoders raise different types on broken files
         raise UnreadableImage(name, f"a broken image: {one_line(error)}") from error
-
-
-def _count_scans(file: BinaryIO) -> int:
-    """Counts the scans of a JPEG. The position in the file stays the same."""
-    position = file.tell()
-    file.seek(0)
-    num_scans = file.read().count(_START_OF_SCAN)
-    file.seek(position)
-    return num_scans
 
 
 def _to_array(image: PIL.Image.Image, name: str | Path) -> Image:
@@ -301,14 +298,19 @@ def _from_tensor(tensor: Tensor) -> Image:
     return np.ascontiguousarray(pixels.permute(1, 2, 0).numpy())
 
 
-def open_frames(path: Path, name: str) -> tuple[Iterator[NamedImage], float, int | None]:
+def open_frames(
+    path: Path, name: str, *, max_pixels: float = math.inf
+) -> tuple[Iterator[NamedImage], float, int | None]:
     """Opens a video with OpenCV.
 
     Returns an iterator over the frames, the frames per second (25 if unknown), and the estimated
     number of frames (None if unknown). ``name`` is the name of each frame. Raises
-    ``UnreadableImage`` if no frame can be decoded.
+    ``UnreadableImage`` if no frame can be decoded, or if frames have more than ``max_pixels``.
     """
     capture = cv2.VideoCapture(str(path))
+    width = int(capture.get(cv2.CAP_PROP_FRAME_WIDTH))
+    height = int(capture.get(cv2.CAP_PROP_FRAME_HEIGHT))
+    check_pixels(path, width, height, max_pixels)
     is_decoded, first_frame = capture.read()
     if not is_decoded:
         raise UnreadableImage(path, "not a video: no frame could be decoded")

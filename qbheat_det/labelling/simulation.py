@@ -19,7 +19,12 @@ from qbheat_det.analysis import plotting
 from qbheat_det.api import embed_images, find_weights, load_detector
 from qbheat_det.api.training import train_afresh
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import parse_record, replace_folders, write_atomically
+from qbheat_det.core.files import (
+    parse_record,
+    refuse_second_command,
+    replace_folders,
+    write_atomically,
+)
 from qbheat_det.data import Annotations, open_source
 from qbheat_det.engine import RunFlags, read_config
 
@@ -81,7 +86,7 @@ def simulate(
 
     Raises:
         UserError: the data have no boxes or no validation part, an image cannot be read, an
-            argument is invalid, or ``output`` has other files.
+            argument is invalid, or ``output`` has other files or is in use by another process.
     """
     budgets = sorted(set(budgets))
     for seed in seeds:
@@ -94,35 +99,36 @@ def simulate(
     settings = [file.keep(), evaluated.keep(), find_weights(encoder), *opts]
     # Points of other data or settings cannot be continued.
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-    points = read_points(folder, digest)
-    run_folder = folder / "simulation"
-    replace_folders(run_folder)
-    flags = make_flags(file, evaluated, run_folder, encoder, opts)
-    embedded = embed_images(paths, encoder)
-    if embedded.unreadable:
-        path, reason = next(iter(embedded.unreadable.items()))
-        raise UserError(f"cannot read the image '{path}': {reason}")
-    vectors = unit_vectors(embedded.vectors)
-    for seed, strategy in itertools.product(seeds, strategies):
-        done = set()  # budgets of an interrupted simulation
-        for point in points:
-            if point.strategy == strategy and point.seed == seed:
-                done.add(point.images)
-        if done.issuperset(budgets):
-            continue
-        chosen: list[int] = []
-        run: Path | None = None
-        for budget in budgets:
-            chosen = add_images(strategy, paths, vectors, budget, chosen, seed, run)
-            # "balanced" is trained again, because its next images depend on the detector.
-            if budget in done and strategy != BALANCED:
+    with refuse_second_command(folder):
+        points = read_points(folder, digest)
+        run_folder = folder / "simulation"
+        replace_folders(run_folder)
+        flags = make_flags(file, evaluated, run_folder, encoder, opts)
+        embedded = embed_images(paths, encoder)
+        if embedded.unreadable:
+            path, reason = next(iter(embedded.unreadable.items()))
+            raise UserError(f"cannot read the image '{path}': {reason}")
+        vectors = unit_vectors(embedded.vectors)
+        for seed, strategy in itertools.product(seeds, strategies):
+            done = set()  # budgets of an interrupted simulation
+            for point in points:
+                if point.strategy == strategy and point.seed == seed:
+                    done.add(point.images)
+            if done.issuperset(budgets):
                 continue
-            labels = file.keep({file.images[i]["file_name"] for i in chosen})
-            run, metrics = train_on(labels, flags, run_folder / "labels.json", seed)
-            if budget not in done:
-                num_boxes = len(labels["annotations"])
-                points.append(Point(strategy, seed, budget, num_boxes, *metrics))
-                write_points(points, folder, digest)
+            chosen: list[int] = []
+            run: Path | None = None
+            for budget in budgets:
+                chosen = add_images(strategy, paths, vectors, budget, chosen, seed, run)
+                # "balanced" is trained again, because its next images depend on the detector.
+                if budget in done and strategy != BALANCED:
+                    continue
+                labels = file.keep({file.images[i]["file_name"] for i in chosen})
+                run, metrics = train_on(labels, flags, run_folder / "labels.json", seed)
+                if budget not in done:
+                    num_boxes = len(labels["annotations"])
+                    points.append(Point(strategy, seed, budget, num_boxes, *metrics))
+                    write_points(points, folder, digest)
     return points
 
 

@@ -93,6 +93,21 @@ class SupportsUnlabelled(Protocol):
         """
 
 
+OLD_PREDICTIONS = "old_predictions"
+"""Key of a labelled image's dict. Its value is the prediction of the detector before the training.
+
+A model that keeps this detector's classes learns from it where they are not annotated.
+"""
+
+
+@runtime_checkable
+class SupportsKeptClasses(Protocol):
+    """A detector that can keep the classes of an old detector while it learns new ones."""
+
+    def predict_old(self, batched_inputs: BatchedInputs) -> Sequence[Any]:
+        """Returns the ``OLD_PREDICTIONS`` of each image. Called on the old detector."""
+
+
 def get_metrics(model: nn.Module) -> Mapping[str, Tensor]:
     """Returns scalar tensors by name, which are logged with the losses (``model.metrics``)."""
     return getattr(model, "metrics", {})

@@ -130,6 +130,10 @@ class SyncNormalizer(DenseDetector):
         anchors = self.anchor_generator(empty_maps)
         gt_instances = [entry["instances"].to(self.device) for entry in batched_inputs]
         gt_labels, _ = self.label_anchors(anchors, gt_instances)
+        return self.count_batch(batched_inputs, gt_labels)
+
+    def count_batch(self, batched_inputs: list[dict[str, Any]], gt_labels: list[Tensor]) -> Tensor:
+        """Returns the number (1,) of positive anchors in a batch. ``gt_labels`` are its labels."""
         return self.count_positives(gt_labels)
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
@@ -143,9 +147,12 @@ class SyncNormalizer(DenseDetector):
 
     def count_positives(self, gt_labels: list[Tensor]) -> Tensor:
         """Returns the number (1,) of positive anchors. ``gt_labels`` are (R,) for each image."""
-        labels = torch.stack(gt_labels)  # (N, R): -1 is ignored, K is background
-        is_positive = (labels >= 0) & (labels != self.num_classes)
-        return is_positive.sum().float()[None]
+        return self.find_positives(gt_labels).sum().float()[None]
+
+    def find_positives(self, gt_labels: list[Tensor]) -> Tensor:
+        """Returns a mask (N, R) of positive anchors. ``gt_labels`` are (R,) for each image."""
+        labels = torch.stack(gt_labels)  # -1 is ignored, K is background
+        return (labels >= 0) & (labels != self.num_classes)
 
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
         """Normalizes and pads the images. Inputs with "features" become ``CachedImages``."""

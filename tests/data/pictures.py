@@ -1,6 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Small picture files for tests of reading."""
 
+import io
+import re
+
 import cv2
 import numpy as np
 from PIL import Image
@@ -46,3 +49,13 @@ def save_video(path, frames):
         writer.write(frame[:, :, ::-1].copy())
     writer.release()
     return path
+
+
+def make_jpeg_of_scans(count, size=(5000, 4000)):
+    """Returns a small JPEG of 20 megapixels with ``count`` scans, which is slow to decode."""
+    stream = io.BytesIO()
+    Image.new("L", size).save(stream, "JPEG", progressive=True)
+    content = stream.getvalue()
+    starts = [found.start() for found in re.finditer(b"\xff\xda", content)]
+    last = content[starts[-1] : -2]
+    return content[: starts[-1]] + last * (count - len(starts) + 1) + b"\xff\xd9"

@@ -14,7 +14,7 @@ from qbheat_det.core.files import get_cache_dir
 from qbheat_det.data import find_image_errors
 from qbheat_det.data.images import check_depth, open_image, resize
 from qbheat_det.data.images import read_image as read_our_image
-from tests.data.pictures import draw, save
+from tests.data.pictures import draw, make_jpeg_of_scans, save
 
 WIDTH, HEIGHT = 90, 60
 BOX = (11, 7, 53, 44)
@@ -128,3 +128,20 @@ def test_an_eps_named_png_starts_no_program(tmp_path, monkeypatch):
             read()
     (error,) = find_image_errors([{"file_name": str(path), "width": 8, "height": 8}])
     assert "JPEG" in error.reason
+
+
+def test_scans_are_counted_up_to_the_end_of_the_picture(tmp_path):
+    many, few, motion = (tmp_path / name for name in ("many.jpg", "few.jpg", "motion.jpg"))
+    many.write_bytes(make_jpeg_of_scans(51, (64, 48)))
+    few.write_bytes(make_jpeg_of_scans(50, (64, 48)))
+    # Phones append a video, in which the marker of a scan occurs by chance.
+    motion.write_bytes(few.read_bytes() + b"\xff\xda\x01" * 100)
+    for path in (few, motion):
+        assert read_our_image(str(path), "RGB").shape == (48, 64, 3)
+    with pytest.raises(ValueError, match="more than 50 scans"):
+        read_our_image(str(many), "RGB")
+    with open_image(str(many)) as image, pytest.raises(ValueError, match="more than 50 scans"):
+        image.decode(reduction=2)
+    records = [{"file_name": str(path)} for path in (many, few, motion)]
+    (error,) = find_image_errors(records)
+    assert "many.jpg" in error.where

@@ -15,7 +15,7 @@ import pytest
 from detectron2.engine import HookBase
 from torch.distributed import TCPStore
 
-from qbheat_det.core.errors import Interrupted
+from qbheat_det.core.termination import Interrupted
 from qbheat_det.engine.run_record import read_run_record
 
 from . import tiny_training

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from detectron2.utils import comm
 
-from qbheat_det.core.errors import Interrupted, UserError, exit_on_user_error
+from qbheat_det.core.errors import UserError, exit_on_user_error
+from qbheat_det.core.termination import Interrupted
 from qbheat_det.data import TrainStream
 from qbheat_det.engine.hooks import EvalHook
 from qbheat_det.engine.run_record import find_start

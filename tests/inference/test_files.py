@@ -20,11 +20,12 @@ from qbheat_det.checkpoint import WeightsInfo, load_run_config, save_weights
 from qbheat_det.config import get_cfg, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper
-from qbheat_det.inference.files import name_outputs, predict_images
+from qbheat_det.inference.decoding import DecodingLimits
+from qbheat_det.inference.files import classify_images, name_outputs, predict_images
 from qbheat_det.inference.images import find_inputs
 from qbheat_det.inference.predict import build_predictor
 from qbheat_det.inference.results import Detections, save_annotations
-from tests.data.pictures import save_video
+from tests.data.pictures import make_jpeg_of_scans, save_video
 from tests.engine.tiny_detectors import make_probe_config, make_retinanet_config, save_run
 from tests.engine.tiny_pretraining import OPTS, RECIPE
 from tests.inference.conftest import NAMES, SIZES
@@ -48,6 +49,43 @@ def _run(cfg, weights, inputs, output=None, score_threshold=0.0):
         score_threshold=score_threshold,
         output_dir=output,
     )
+
+
+def test_files_beyond_the_limits_are_skipped_with_the_reason(probe, tmp_path):
+    cfg, weights = probe
+    folder = tmp_path / "foreign"
+    good = _save_image(folder / "z.png")
+    (folder / "scans.jpg").write_bytes(make_jpeg_of_scans(51))
+    (folder / "slow.jpg").write_bytes(make_jpeg_of_scans(50))
+    _save_image(folder / "wide.png", size=(6000, 4000))
+    save_video(folder / "video.mp4", [np.zeros((32, 48, 3), np.uint8)] * 2)
+    save_video(folder / "wide.mp4", [np.zeros((1000, 1000, 3), np.uint8)])
+    (folder / "broken.mp4").write_bytes(b"no video")
+    cfg.MODEL.WEIGHTS = weights
+    predictor, files = build_predictor(cfg), find_inputs([str(folder)])
+
+    def predict(**limits):
+        found = predict_images(
+            predictor, files, cfg, score_threshold=0.0, limits=DecodingLimits(**limits)
+        )
+        return found, {Path(path).name: reason for path, reason in found.skipped}
+
+    found, reasons = predict(max_pixels=23e6, seconds=0.4)
+    assert [image["file_name"] for image in found.images].count("z.png") == 1
+    assert "more than 50 scans" in reasons.pop("scans.jpg")
+    assert "more than 0.4 s" in reasons.pop("slow.jpg")
+    assert "6000 x 4000 pixels" in reasons.pop("wide.png")
+    assert "not a video" in reasons.pop("broken.mp4")
+    assert not reasons
+    _, reasons = predict(max_pixels=0.9e6)
+    assert "1000 x 1000 pixels" in reasons["wide.mp4"]
+
+    def score(path):
+        assert Path(path) == good
+        return np.ones(2)
+
+    classified = classify_images(score, files, ["a", "b"], limits=DecodingLimits(max_pixels=19e6))
+    assert [entry["file_name"] for entry in classified.results] == ["z.png"]
 
 
 @pytest.fixture

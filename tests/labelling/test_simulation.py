@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from qbheat_det.api.training import train_afresh
-from qbheat_det.core.errors import Interrupted, UserError
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.termination import Interrupted
 from qbheat_det.engine import RunFlags
 from qbheat_det.inference.embedding import Embeddings
 from qbheat_det.labelling import simulation

@@ -6,11 +6,12 @@ from functools import partial
 import pytest
 import torch
 from detectron2.layers import ShapeSpec
-from detectron2.modeling import Backbone, build_model
+from detectron2.modeling import META_ARCH_REGISTRY, Backbone, build_model
 from detectron2.modeling.backbone import FPN
 
 from qbheat_det import get_cfg
 from qbheat_det.core.errors import UserError
+from qbheat_det.engine import Trainer
 from qbheat_det.layers import SinePositionEncoding
 from qbheat_det.modeling import contracts
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer, TimmBackbone
@@ -87,6 +88,20 @@ def test_config_values_out_of_range_are_named(name, words):
     key = words.split()[-2].rpartition(".")[2]
     with pytest.raises(ValueError, match=key):
         build(name, words)
+
+
+def test_bad_values_become_a_sentence_but_errors_of_users_models_do_not(monkeypatch):
+    def own_model(cfg):
+        return torch.nn.Linear(3, -1)
+
+    monkeypatch.setitem(META_ARCH_REGISTRY._obj_map, "OwnModel", own_model)
+    cfg = make_tiny_config("QBHeat")
+    cfg.MODEL.QB_HEAT.FEATURE_DIM = 0
+    with pytest.raises(UserError, match=r"from this config.*FEATURE_DIM"):
+        Trainer.build_model(cfg)
+    cfg.MODEL.META_ARCHITECTURE = "OwnModel"
+    with pytest.raises(RuntimeError, match="negative"):
+        Trainer.build_model(cfg)
 
 
 @pytest.mark.parametrize(
