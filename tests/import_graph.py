@@ -11,6 +11,7 @@ PACKAGE = "qbheat_det"
 # Areas that are several files of ``modeling``.
 FILES = {
     "modeling.parts": {  # used by several kinds of models
+        "modeling.annotated_classes",
         "modeling.atss",
         "modeling.cached_images",
         "modeling.checks",
@@ -19,8 +20,10 @@ FILES = {
         "modeling.pooling",
     },
     "modeling.dense_detectors": {
+        "modeling.dense_predictions",
         "modeling.dense_pseudo_labels",
         "modeling.fcos",
+        "modeling.kept_classes",
         "modeling.loss_normalizer",
         "modeling.retinanet",
     },

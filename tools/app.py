@@ -19,7 +19,7 @@ examples:
 import argparse
 from collections.abc import Sequence
 
-from arguments import hide_foreign_warnings, make_parser
+from arguments import check_inputs, hide_foreign_warnings, make_parser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -47,6 +47,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
+    check_inputs(*args.images, args.data, weights=args.weights)
     hide_foreign_warnings()
     from qbheat_det.app import serve
     from qbheat_det.core.errors import exit_on_user_error

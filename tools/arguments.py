@@ -5,12 +5,16 @@ Does not import torch, Detectron2 or the package, so that ``--help`` is fast.
 """
 
 import argparse
+import difflib
+import importlib.util
+import json
 import logging
 import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 # On busy machines, waiting threads should sleep: spinning took 30 times as long. On idle cores,
@@ -40,9 +44,12 @@ FLAGS_OF_OTHERS = {
     "name": "--output",
     "epoch": "--epochs",
     "batch-size": "--batch",
+    "fast": "--freeze",  # of qbheat train, which has no faster form of the whole model
 }
 """Our flags by the flags of other libraries."""
 
+# Names in the model zoo have none of these suffixes, but can have a dot, as in "1.0G".
+_WEIGHTS_SUFFIXES = (".safetensors", ".pth", ".pt", ".pkl", ".pickle", ".bin", ".onnx", ".pt2")
 _SECTIONS = "DATALOADER|DATASETS|GLOBAL|INPUT|MODEL|SOLVER|TEST"
 _KEYS_WITHOUT_DOT = "SEED|OUTPUT_DIR|CUDNN_BENCHMARK|FLOAT32_PRECISION|VIS_PERIOD|VERSION"
 # Not any word in capitals, which may be a file such as PHOTO.JPG.
@@ -144,19 +151,82 @@ def make_parser(doc: str | None) -> Parser:
     return Parser(description=summary, epilog=rest)
 
 
-def check_inputs(*paths: str | os.PathLike[str] | None, weights: str = "") -> None:
-    """Exits with an error if a path does not exist. Call this function before slow imports.
+def check_inputs(
+    *paths: str | os.PathLike[str] | None,
+    weights: Iterable[str | None] = (),
+    config_file: str | None = None,
+) -> None:
+    """Exits with an error if an input does not exist. Call this function before slow imports.
 
-    Addresses and None are ignored. ``weights`` is checked only if it has the suffix of a file,
-    because it may be a name in the zoo.
+    Addresses and None are ignored.
+
+    Args:
+        paths: files and folders.
+        weights: files, folders, or names in the model zoo.
+        config_file: a file, or the name of a shipped config.
     """
-    given = [str(path) for path in paths if path]
-    if weights.lower().endswith((".safetensors", ".pth", ".onnx")):
-        given.append(weights)
-    for path in given:
-        if "://" not in path and not os.path.exists(path):
-            print(f"error: there is no file or folder '{path}'", file=sys.stderr)
-            sys.exit(2)
+    errors = [_find_path_error(str(path)) for path in paths if path]
+    errors += [_find_weights_error(name) for name in weights if name]
+    if config_file:
+        errors.append(_find_config_error(config_file))
+    for error in filter(None, errors):
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _is_there(path: str) -> bool:
+    """Returns whether a file or folder exists. An address counts as existing."""
+    return "://" in path or os.path.exists(path)
+
+
+def _find_path_error(path: str) -> str | None:
+    """Returns an error message if there is no file or folder of this name."""
+    if _is_there(path):
+        return None
+    return f"there is no file or folder '{path}'"
+
+
+def _find_weights_error(name: str) -> str | None:
+    """Returns an error message if weights are neither a file, a folder nor a name in the zoo."""
+    if _is_there(name):
+        return None
+    if name.lower().endswith(_WEIGHTS_SUFFIXES):
+        return f"there is no file '{name}'"
+    index = _find_package() / "model_zoo" / "index.json"
+    known = [entry["name"] for entry in json.loads(index.read_text("utf-8"))]
+    if name in known:
+        return None
+    similar = difflib.get_close_matches(name, known, n=2)
+    if name.startswith("timm/"):
+        similar.insert(0, f"timm://{name.removeprefix('timm/')}")
+    hint = "see qbheat zoo list"
+    if similar:
+        hint = f"did you mean {' or '.join(similar)}?"
+    return f"'{name}' is neither a file nor a name in the model zoo: {hint}"
+
+
+def _find_config_error(name: str) -> str | None:
+    """Returns an error message if a config is neither a file nor shipped with the package."""
+    if os.path.isfile(name):
+        return None
+    package = _find_package()
+    # The folder is inside the package in a wheel, and next to it in a checkout.
+    shipped = set()
+    for root in (package / "configs", package.parent / "configs"):
+        shipped.update(str(path.relative_to(root)) for path in root.rglob("*.yaml"))
+    name = name.removeprefix("configs/")
+    if name in shipped:
+        return None
+    similar = difflib.get_close_matches(name, sorted(shipped), n=3, cutoff=0.3)
+    return f"there is no config '{name}'; did you mean {', '.join(similar)}?"
+
+
+def _find_package() -> Path:
+    """Returns the folder of the package, which is not imported."""
+    spec = importlib.util.find_spec("qbheat_det")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0])
 
 
 WEIGHTS = "a file (.safetensors, .pth, .pkl), a run's folder, or a name in the zoo"
@@ -175,6 +245,13 @@ def add_training_flags(parser: Parser) -> None:
         help="path of a config, or name of a shipped config such as "
         "custom/retinanet_285M_probe.yaml (default: the config inside --weights, or else a recipe "
         "for the kind of --data)",
+    )
+    parser.add_argument(
+        "--size",
+        choices=["s", "m", "l"],
+        default="",
+        help="a detector's recipe for a GPU: EfficientNet-Lite0 (default on a GPU), ResNet-50 or "
+        "ConvNeXt-Tiny",
     )
     parser.add_argument("--weights", default="", metavar="W", help=f"MODEL.WEIGHTS: {WEIGHTS}")
     parser.add_argument("--output", default="", metavar="DIR", help="OUTPUT_DIR")
@@ -202,7 +279,12 @@ def add_training_flags(parser: Parser) -> None:
         "which a detector is also trained and evaluated (default: as in --weights; "
         "0: no tiles)",
     )
-    parser.add_argument("--freeze", action="store_true", help="freeze the whole backbone")
+    parser.add_argument(
+        "--freeze",
+        action="store_true",
+        help="freeze the whole backbone, and train the head on cached features: the fastest way to "
+        "a detector, minutes on a CPU",
+    )
     parser.add_argument("--device", default="", help="MODEL.DEVICE: cpu or cuda")
     parser.add_argument(
         "--resume",
@@ -256,20 +338,36 @@ def add_fault_flags(group: argparse._ActionsContainer) -> None:
 def add_data_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Adds and returns the group of flags that name data."""
     group = parser.add_argument_group("data")
-    group.add_argument("--data", metavar="SRC", help=SOURCES)
+    group.add_argument(
+        "--data",
+        metavar="SRC",
+        action="append",
+        default=[],
+        help=f"{SOURCES}; repeatable for detectors: an image has only the classes of its data set "
+        "annotated",
+    )
     group.add_argument(
         "--images",
         metavar="DIR",
         action="append",
         default=[],
-        help="folder with the images of a COCO json (default: next to the json); without --data, "
-        "folder of unlabelled images for pre-training, with its subfolders; repeatable",
+        help="folder with the images of a COCO json (default: next to the json), once for each of "
+        "several --data; without --data, folder of unlabelled images for pre-training, with its "
+        "subfolders; repeatable",
     )
     group.add_argument(
         "--val",
         metavar="SRC",
+        action="append",
+        default=[],
         help="validation data, in the formats of --data (default: the validation part of --data, "
-        "or else a held-out fifth of its images)",
+        "or else a held-out fifth of its images); repeatable for detectors",
+    )
+    group.add_argument(
+        "--class-map",
+        default="",
+        metavar="FILE",
+        help="YAML file with lines 'name in the data: name in the detector', for synonyms",
     )
     add_fault_flags(group)
     group.add_argument(

@@ -31,7 +31,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from arguments import make_parser
+from arguments import check_inputs, make_parser
 
 # Keys that flags or the tool itself set for every run.
 _RESERVED = {
@@ -89,6 +89,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
+    check_inputs(args.data, args.val)
     from qbheat_det.core.errors import exit_on_user_error
 
     return exit_on_user_error(run)(args)

@@ -23,7 +23,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from arguments import make_parser
+from arguments import check_inputs, make_parser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -38,6 +38,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
+    check_inputs(args.weights)
     from qbheat_det.core.errors import exit_on_user_error
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")

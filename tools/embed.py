@@ -59,7 +59,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    check_inputs(*args.images, weights=args.weights)
+    check_inputs(*args.images, weights=[args.weights])
     hide_foreign_warnings()
     from qbheat_det.core.errors import exit_on_user_error
     from qbheat_det.core.torchrun import run_sharing_files

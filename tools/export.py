@@ -155,7 +155,10 @@ def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    check_inputs(*args.images)
+    weights = args.weights
+    if args.shared_encoder:
+        weights = args.heads.values()
+    check_inputs(*args.images, *args.int8_images, weights=weights, config_file=args.config_file)
     hide_foreign_warnings()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("qbheat_det").setLevel(logging.INFO)

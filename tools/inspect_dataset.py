@@ -80,11 +80,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_overrides("overrides of the config, such as INPUT.TILE 640")
     args = parser.parse_args(argv)
+    args.labels = args.labels or bool(args.weights)
     if args.num_samples < 0:
         parser.error("--num-samples must be 0 or more")
     if (args.labels or args.apply) and not args.data:
         parser.error("--labels and --apply need --data")
-    args.labels = args.labels or bool(args.weights)
+    if (args.labels or args.apply) and len(args.data) > 1:
+        parser.error("--labels and --apply take one --data: inspect each data set by itself")
+    if (args.labels or args.apply) and args.class_map:
+        parser.error("--labels and --apply keep the classes of --data: leave out --class-map")
     if args.most is not None and (args.most < 1 or not args.labels):
         parser.error("--most must be 1 or more, and needs --labels")
     return args
@@ -92,7 +96,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    check_inputs(args.data, *args.images, args.val, *args.val_images, args.apply)
+    paths = [*args.data, *args.images, *args.val, *args.val_images]
+    check_inputs(
+        *paths,
+        args.class_map,
+        args.apply,
+        weights=[args.weights],
+        config_file=args.config_file,
+    )
     from qbheat_det.core.errors import exit_on_user_error
 
     if args.apply:
@@ -114,14 +125,14 @@ def find_suspects(args: argparse.Namespace) -> int:
         print(f"'{args.output}' has files of an earlier search; replaced are {', '.join(replaced)}")
     images = first_images(args)
     labels, suspects, ap50 = inspect_labels(
-        args.data,
+        args.data[0],
         args.output,
         images=images,
         encoder=args.weights,
         opts=args.opts,
         max_left_out=args.max_left_out,
     )
-    words = ["qbheat", "inspect", "--apply", "corrections.json", "--data", args.data]
+    words = ["qbheat", "inspect", "--apply", "corrections.json", "--data", args.data[0]]
     if images:
         words += ["--images", images]
     if args.max_left_out is not None:
@@ -152,7 +163,7 @@ def correct(args: argparse.Namespace) -> int:
 
     summary = apply_corrections(
         args.apply,
-        args.data,
+        args.data[0],
         args.output / "annotations.json",
         first_images(args),
         max_left_out=args.max_left_out,
@@ -174,10 +185,11 @@ def inspect(args: argparse.Namespace) -> int:
     )
     from qbheat_det.analysis.figures import Image
     from qbheat_det.core.files import write_atomically
-    from qbheat_det.core.text import escape_controls
+    from qbheat_det.core.text import escape_controls, join_first
     from qbheat_det.data import LEFT_OUT_FILE, DataError
     from qbheat_det.engine import RunFlags
-    from qbheat_det.engine.run_data import check_flags, open_sources
+    from qbheat_det.engine.opened_sources import find_unvalidated, open_sources
+    from qbheat_det.engine.run_data import check_flags
     from qbheat_det.tasks import DETECTION
 
     logging.disable(logging.WARNING)  # the summary includes what loaders and mappers log
@@ -185,8 +197,9 @@ def inspect(args: argparse.Namespace) -> int:
     flags = dataclasses.replace(RunFlags.from_args(args), output="")
     cfg, recipe = load_recipe(flags)
     check_flags(flags, DETECTION)
-    sources = open_sources(flags)
-    inspections = [inspect_dataset(source, cfg) for source in list_sources(cfg, sources)]
+    opened = open_sources(flags)
+    sources = list_sources(cfg, flags, opened)
+    inspections = [inspect_dataset(source, cfg) for source in sources]
     account = account_for(inspections)
     errors: list[DataError] = [*account.faults]
     for inspection in inspections:
@@ -206,8 +219,11 @@ def inspect(args: argparse.Namespace) -> int:
     report = format_report(inspections, errors, warnings, account, cfg, recipe)
     print(escape_controls(report))
     share = cfg.DATASETS.VAL_FRACTION
-    if args.data and len(inspections) == 1 and share:
+    unvalidated = [f"'{one.source.path}'" for one in find_unvalidated(flags, opened)]
+    if len(unvalidated) == len(args.data) and args.data and share:
         print(f"There is no validation set: training holds out {share:.0%}, unless you set --val.")
+    elif unvalidated and share:
+        print(f"Training holds out {share:.0%} of {join_first(unvalidated)}.")
     print(f"\nfiles: {args.output.resolve()}: {', '.join(files)}")
     return int(bool(errors))
 

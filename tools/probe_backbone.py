@@ -176,7 +176,7 @@ def print_closing(result: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    check_inputs(args.data, args.val)
+    check_inputs(args.data, args.val, weights=args.weights, config_file=args.config_file)
     from qbheat_det.core.errors import exit_on_user_error
 
     exit_on_user_error(run)(args)

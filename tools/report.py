@@ -28,13 +28,14 @@ exit code: 0 on success; 1 if a figure failed (the page has all other figures) o
 """
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from arguments import make_parser
+from arguments import check_inputs, make_parser
 
 FIGURES = {
     "curves": "losses, scores and learning rate of runs on one axis",
@@ -134,6 +135,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
+    # As LABEL=PATH, or as a path, which may contain "=".
+    paths = [run if os.path.exists(run) else run.split("=", 1)[-1] for run in args.runs]
+    check_inputs(args.images, weights=paths)
     args.command = shlex.join(["qbheat", "report", *(argv or sys.argv[1:])])
     from qbheat_det.core.errors import exit_on_user_error
 

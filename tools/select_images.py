@@ -88,7 +88,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    check_inputs(*args.images, args.data, args.val)
+    check_inputs(*args.images, args.data, args.val, weights=[args.weights, args.encoder])
     hide_foreign_warnings()
     from qbheat_det.core.errors import exit_on_user_error
 

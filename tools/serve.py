@@ -18,7 +18,7 @@ import argparse
 import math
 from collections.abc import Sequence
 
-from arguments import hide_foreign_warnings, make_parser
+from arguments import check_inputs, hide_foreign_warnings, make_parser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -42,6 +42,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
+    check_inputs(weights=[args.weights])
     hide_foreign_warnings()
     from qbheat_det.core.errors import UserError, exit_on_user_error
 

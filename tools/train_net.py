@@ -19,6 +19,8 @@ Examples:
   Also learn from images without labels:
     qbheat train --config-file custom/cached_retinanet_285M_probe.yaml --data train.json \\
         --unlabelled photos/ --weights distill/285M
+  Add the classes of new images to a detector, without labels of its old classes in them:
+    qbheat train --data new.json --weights output/mine --keep-classes --output output/grown
   Check whether a run will work, and estimate how long it will take:
     qbheat train --config-file quick_schedules/retinanet_small_cells.yaml --dry-run
   Continue a run that was stopped (the results are those of an uninterrupted run, bit by bit):
@@ -31,7 +33,6 @@ Examples:
 
 import argparse
 import dataclasses
-import functools
 import tempfile
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default=[],
         help="folder of images without labels (and its subfolders), from which a RetinaNet or FCOS "
         "learns in addition to --data; repeatable",
+    )
+    parser.add_argument(
+        "--keep-classes",
+        action="store_true",
+        help="keep the classes of the detector in --weights beside those of --data, in which the "
+        "old classes need no labels",
     )
     group = parser.add_argument_group("checks and recovery")
     group.add_argument(
@@ -98,19 +105,14 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 def train(flags: "RunFlags", *, is_dry: bool) -> dict[str, Any]:
     """Trains the stages of a run, and returns the results of the last evaluation.
 
-    A dry run only prints the expected time and memory of each stage, and returns {}.
+    A dry run only prints the expected time, memory and disk space, and returns {}.
     """
-    from qbheat_det.api.training import train_run
-    from qbheat_det.engine import Trainer, assemble_run
-    from qbheat_det.engine.dry_run import print_forecasts
-    from qbheat_det.engine.minutes import fit_minutes
+    from qbheat_det.api.training import build_trainer, plan_run, train_run
+    from qbheat_det.engine.dry_run import print_forecast
 
-    build_trainer = functools.partial(Trainer, allow_partial=flags.allow_partial)
-    stages = assemble_run(flags)
-    if flags.minutes:
-        stages = fit_minutes(stages, flags, build_trainer)
+    stages = plan_run(flags)
     if is_dry:
-        print_forecasts(stages, build_trainer)
+        print_forecast(stages, build_trainer(flags))
         return {}
     return train_run(stages)
 
@@ -129,9 +131,8 @@ def evaluate(flags: "RunFlags") -> dict[str, Any]:
 
 def invoke_main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    check_inputs(
-        args.data, *args.images, args.val, *args.val_images, *args.unlabelled, weights=args.weights
-    )
+    paths = [*args.data, *args.images, *args.val, *args.val_images, *args.unlabelled]
+    check_inputs(*paths, args.class_map, weights=[args.weights], config_file=args.config_file)
     from qbheat_det.core.errors import exit_on_user_error
     from qbheat_det.engine import run_distributed
 

@@ -32,14 +32,17 @@ from qbheat_det.data import (
     Source,
     build_mapper,
     check_same_classes,
+    count_annotated,
+    describe_annotated,
     join_accounts,
     read_annotations,
 )
 from qbheat_det.data.checks import DataError, find_record_errors
 from qbheat_det.data.datasets.account import LeftOut
 from qbheat_det.engine import RunFlags, read_config
-from qbheat_det.engine.run_config import find_task_of_flags
-from qbheat_det.engine.run_data import OpenedSource, Role, get_longest_side, leave_out_images
+from qbheat_det.engine.opened_sources import Role, Sources, join_roles
+from qbheat_det.engine.run_config import choose_recipe
+from qbheat_det.engine.run_data import get_longest_side, leave_out_images
 from qbheat_det.evaluation import choose_max_detections
 from qbheat_det.inference.drawing import RGBImage, draw_instances
 
@@ -55,13 +58,15 @@ _COCO_SIZES = (32.0, 96.0)  # pixels; square roots of the areas between small, m
 class DatasetSource:
     """A dataset to inspect, for training ("train") or for evaluation ("val").
 
-    It is either opened from files, or registered in Detectron2's catalog.
+    It is either opened from files, or registered in Detectron2's catalog. ``accounts`` are those of
+    several datasets that are joined.
     """
 
     name: str
     role: Role
     source: Source | None = None  # None if ``name`` is registered
     annotations: Annotations | None = field(default=None, repr=False)  # content of ``source``
+    accounts: Sequence[Account] = ()
 
 
 @dataclass(frozen=True)
@@ -102,22 +107,34 @@ def load_recipe(flags: RunFlags) -> tuple[CfgNode, str]:
     if not (flags.config_file or flags.data or flags.images):
         return load_config(None, [str(word) for word in flags.opts]), "Detectron2's defaults"
     name = flags.config_file or flags.overrides.get("MODEL.WEIGHTS", "")
-    return read_config(flags), name or find_task_of_flags(flags).recipe
+    return read_config(flags), name or choose_recipe(flags)
 
 
-def list_sources(cfg: CfgNode, sources: Mapping[Role, OpenedSource]) -> list[DatasetSource]:
+def list_sources(cfg: CfgNode, flags: RunFlags, sources: Sources) -> list[DatasetSource]:
     """Returns the opened datasets, or the registered ones of the config if none is opened.
 
-    Training datasets come first. Raises a ``UserError`` if opened data have no boxes, or if there
-    is no dataset.
+    Training datasets come first. Several of them are joined, as in training. Raises a
+    ``UserError`` if opened data have no boxes, or if there is no dataset.
     """
-    listed = []
-    for role, opened in sources.items():
+    members = list(itertools.chain.from_iterable(sources.values()))
+    for opened in members:
         if opened.annotations is None:
             raise UserError(
                 f"'{opened.source.path}' has no boxes: name a dataset with boxes by --data"
             )
-        listed.append(DatasetSource(role, role, opened.source, opened.annotations))
+    if flags.class_map or any(len(opened) > 1 for opened in sources.values()):
+        for opened in members:
+            if opened.annotations is not None:
+                _leave_out(opened.annotations, cfg)
+        joined = join_roles(flags, sources)
+        return [
+            DatasetSource(role, role, one.source, one.annotations, list(one.accounts.values()))
+            for role, one in joined.items()
+        ]
+    listed = [
+        DatasetSource(role, role, opened.source, opened.annotations)
+        for role, (opened,) in sources.items()
+    ]
     if not listed:
         listed = [DatasetSource(name, "train") for name in cfg.DATASETS.TRAIN]
         listed += [DatasetSource(name, "val") for name in cfg.DATASETS.TEST]
@@ -137,8 +154,8 @@ def inspect_dataset(source: DatasetSource, cfg: CfgNode) -> Inspection:
     files = source.source or _find_files(source)
     try:
         annotations = source.annotations or read_annotations(files)
-        longest = get_longest_side(cfg)
-        leave_out_images(annotations, longest, check_files=cfg.DATASETS.CHECK_IMAGES)
+        if not source.accounts:
+            _leave_out(annotations, cfg)
     except UserError as error:
         unusable = DataError("annotations that cannot be used", files.path, str(error))
         return Inspection(source, [], (), [unusable])
@@ -159,11 +176,19 @@ def inspect_dataset(source: DatasetSource, cfg: CfgNode) -> Inspection:
     return Inspection(source, records, annotations.class_names, errors, annotations)
 
 
+def _leave_out(annotations: Annotations, cfg: CfgNode) -> None:
+    """Leaves out images that training cannot use."""
+    leave_out_images(annotations, get_longest_side(cfg), check_files=cfg.DATASETS.CHECK_IMAGES)
+
+
 def account_for(inspections: Sequence[Inspection]) -> Account:
     """Returns the account of all inspected datasets."""
-    return join_accounts(
-        inspection.annotations.account for inspection in inspections if inspection.annotations
-    )
+    accounts: list[Account] = []
+    for inspection in inspections:
+        accounts += inspection.source.accounts
+        if inspection.annotations and not inspection.source.accounts:
+            accounts.append(inspection.annotations.account)
+    return join_accounts(accounts)
 
 
 def compare_datasets(inspections: Sequence[Inspection]) -> tuple[list[DataError], list[str]]:
@@ -292,7 +317,8 @@ def format_report(
     for name, _ in total.most_common(_MAX_CLASSES):
         class_rows.append((name, *(counts.get(name, 0) for counts in boxes_per_class)))
 
-    messages = [f"warning: {text}" for text in [*warnings, *account.notes]]
+    messages = _list_annotated(inspections)
+    messages += [f"warning: {text}" for text in [*warnings, *account.notes]]
     messages += _list_errors(errors)
     return "\n\n".join(
         [
@@ -305,6 +331,20 @@ def format_report(
             "\n".join(messages),
         ]
     )
+
+
+def _list_annotated(inspections: Sequence[Inspection]) -> list[str]:
+    """Returns a line for each dataset in which not all classes are annotated in all images."""
+    lines = []
+    for inspection in inspections:
+        if inspection.annotations is None:
+            continue
+        num_annotated = count_annotated(inspection.annotations.keep())
+        if num_annotated:
+            num_images = len(inspection.annotations.images)
+            text = describe_annotated(num_annotated, num_images)
+            lines.append(f"{inspection.source.name}: {text}")
+    return lines
 
 
 def _list_errors(errors: Sequence[DataError]) -> list[str]:

@@ -20,6 +20,7 @@ from qbheat_det.evaluation import (
     choose_max_detections,
     complete_annotations,
     count_most_objects,
+    ignore_unannotated,
 )
 
 Array = npt.NDArray[np.float64]
@@ -57,8 +58,9 @@ class DetectionErrors:
     """D detections, B ground-truth boxes without crowds, and their matches.
 
     COCO ignores a detection that overlaps a crowd of its class. It also keeps only the detections
-    with the highest scores of each image and class: 100, or more if an image has more objects.
-    Detections that are ignored or not kept are neither correct nor wrong.
+    with the highest scores of each image and class: 100, or more if an image has more objects. It
+    ignores detections without a box of classes that are not annotated in the image. Detections that
+    are ignored or not kept are neither correct nor wrong.
     """
 
     detections: Boxes
@@ -85,6 +87,8 @@ def evaluate_boxes(ground_truth: Entry, detections: Sequence[Entry]) -> Any:
             results = coco.loadRes([dict(entry) for entry in detections])
         else:  # loadRes fails without entries
             results = _index({**coco.dataset, "annotations": []})
+        pairs = [(entry["image_id"], entry["category_id"]) for entry in detections]
+        coco = ignore_unannotated(coco, pairs)
         evaluator = FastMatching(coco, results, "bbox")
         num_objects = count_most_objects(coco.anns.values())
         evaluator.params.maxDets[-1] = choose_max_detections(num_objects)

@@ -15,7 +15,13 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
 from torch import nn
 
-from qbheat_det.checkpoint import load_run_config, local_weights
+from qbheat_det.checkpoint import (
+    BEST_WEIGHTS,
+    LAST_WEIGHTS,
+    find_run_weights,
+    load_run_config,
+    local_weights,
+)
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
 from qbheat_det.data import (
@@ -27,7 +33,7 @@ from qbheat_det.data import (
     read_split,
     register_source,
 )
-from qbheat_det.engine.run_record import RUN_FILE, name_last_checkpoint, read_run_record
+from qbheat_det.engine.run_record import BEST_RESULTS_FOLDER, RUN_FILE, read_run_record
 from qbheat_det.inference.predict import build_predictor
 from qbheat_det.tasks import Task, find_task
 
@@ -38,9 +44,14 @@ Split = Literal["test", "train"]
 Result = TypeVar("Result")
 Entries = list[dict[str, Any]]
 
-_FINAL = ("model_final.safetensors", "model_final.pth")
+# Folders with the results of a run's evaluations, by the weights that were evaluated.
+_RESULTS_FOLDERS = {
+    BEST_WEIGHTS: BEST_RESULTS_FOLDER,
+    LAST_WEIGHTS: "inference",
+    "model_final.pth": "inference",
+}
 _MAX_ATTEMPTS = 10  # number of records that are tried for one image
-_RUN_FILES = ("config.yaml", "metrics.json", "last_checkpoint", *_FINAL)
+_RUN_FILES = ("config.yaml", "metrics.json", "last_checkpoint", *_RESULTS_FOLDERS)
 
 
 @dataclass
@@ -69,7 +80,7 @@ class Run:
 
         Args:
             path: the folder of a run (``OUTPUT_DIR``), a checkpoint, or ``qbheat://NAME``. The
-                checkpoint of a folder is ``model_final``, or else the last one.
+                weights of a folder are those that ``find_run_weights`` finds.
             label: the name in figures. None uses the names of folder and file.
             device: "cpu" or "cuda". None uses a GPU if there is one.
 
@@ -183,16 +194,19 @@ class Run:
         return name
 
     def find_detections(self, name: str) -> Path | None:
-        """Returns the file with the detections of the last evaluation on the dataset ``name``.
+        """Returns the file with the detections of ``weights`` on the dataset ``name``.
 
-        ``name`` is a result of ``find_set``. Returns None if there is no file, or if weights other
-        than the final ones may have made it.
+        ``name`` is a result of ``find_set``. Returns None if there is no file, or if other weights
+        may have made it.
         """
         if self.folder is None or self.checkpoint is None:
             return None
         name = name.removesuffix(f" of {self.folder.resolve()}")  # added by ``find_set``
-        path = self.folder / "inference" / name / "coco_instances_results.json"
-        if self.checkpoint.name not in _FINAL or not path.is_file():
+        results_folder = _RESULTS_FOLDERS.get(self.checkpoint.name)
+        if results_folder is None:
+            return None
+        path = self.folder / results_folder / name / "coco_instances_results.json"
+        if not path.is_file():
             return None
         # Runs evaluate before they save, so newer detections may belong to other weights.
         if path.stat().st_mtime > self.checkpoint.stat().st_mtime:
@@ -301,16 +315,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _find_checkpoint(folder: Path) -> Path | None:
-    """Returns the final checkpoint of a run's folder, or else the last one, or None.
+    """Returns the weights of a run's folder, or None.
 
     Raises a ``UserError`` if the folder has no file of a run.
     """
     if not any((folder / name).exists() for name in _RUN_FILES):
         raise UserError(f"'{folder}' is not a run's folder: it has no config.yaml or checkpoint")
-    for name in (*_FINAL, Path(name_last_checkpoint(folder)).name):
-        if name and (folder / name).is_file():
-            return folder / name
-    return None
+    return find_run_weights(folder)
 
 
 @dataclass(frozen=True)

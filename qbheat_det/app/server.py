@@ -41,6 +41,7 @@ from qbheat_det.api import (
 from qbheat_det.core.environment import VERSION
 
 from .connections import listen, run_server
+from .forms import BadForm, is_form, read_file
 from .uploads import FORMATS
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ MAX_FAILURES = 3  # failed batches in succession, after which /health says so
 BODIES = 10  # the bodies of all requests together have at most this many times ``megabytes``
 IMAGES = 4  # the decoded images together have at most this many times ``megapixels``
 _IMAGE = {"schema": {"type": "string", "format": "binary"}}
-_BODY = {"required": True, "content": {"image/*": _IMAGE}}
+_FILE = {"schema": {"type": "object", "properties": {"file": _IMAGE["schema"]}}}
+_BODY = {"required": True, "content": {"image/*": _IMAGE, "multipart/form-data": _FILE}}
 
 
 @dataclass(frozen=True)
@@ -249,11 +251,11 @@ class PredictionService:
             await read_body(request, self._limits, self._bodies, body)
             self._waiting.open()
             try:
-                return await self._predict(request, body)
+                return await self._predict(request, take_image(request, body))
             finally:
                 self._waiting.close()
         except UnreadableImage as error:
-            hint = "send a JPEG, PNG, WebP or BMP file: curl --data-binary @photo.jpg"
+            hint = "send a JPEG, PNG, WebP or BMP file: curl -F file=@photo.jpg"
             raise HTTPException(422, f"{error.reason}; {hint}") from error
         except ClientDisconnect as error:  # nobody will receive the response
             raise HTTPException(400, "the client closed the connection") from error
@@ -264,7 +266,7 @@ class PredictionService:
             await self._bodies.give_back(len(body))
 
     async def _predict(self, request: Request, body: bytearray) -> tuple[int, int, Detections]:
-        """Decodes a complete body, and waits for its detections."""
+        """Decodes the content of an image file, and waits for its detections."""
         async with self._idle_decoders:
             if await request.is_disconnected():
                 raise ClientDisconnect()
@@ -325,7 +327,7 @@ def build_server(
 
     @app.post("/predict", openapi_extra={"requestBody": _BODY})
     async def predict_image(request: Request, threshold: float = Query(0.3, ge=0, le=1)) -> Boxes:
-        """Detects objects in a JPEG, PNG, WebP or BMP image."""
+        """Detects objects in a JPEG, PNG, WebP or BMP image, or in the file of a form."""
         unknown = request.query_params.keys() - {"threshold"}
         if unknown:
             raise HTTPException(422, f"no parameter '{min(unknown)}': there is 'threshold'")
@@ -349,7 +351,7 @@ def describe(schema: dict[str, Any]) -> str:
     return (
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title>"
         f"<h1>{title}</h1><p>{html.escape(schema['info']['description'])}</p>"
-        "<pre>curl --data-binary @photo.jpg 'http://HOST:PORT/predict?threshold=0.5'</pre>"
+        "<pre>curl -F file=@photo.jpg 'http://HOST:PORT/predict?threshold=0.5'</pre>"
         f"<table border='1' cellpadding='6'><tr><th>request<th>parameters<th>answer</tr>{table}"
         "</table><p>The full description is <a href='openapi.json'>openapi.json</a>.</p></html>"
     )
@@ -364,6 +366,20 @@ async def explain_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     return JSONResponse({"detail": f"{first['loc'][-1]}: {first['msg']}"}, 422)
+
+
+def take_image(request: Request, body: bytearray) -> bytearray:
+    """Returns the image in a request body: the body itself, or the file in a form.
+
+    Raises an ``HTTPException`` if a form does not have exactly one file.
+    """
+    content_type = request.headers.get("content-type", "")
+    if not is_form(content_type):
+        return body
+    try:
+        return read_file(body, content_type)
+    except BadForm as error:
+        raise HTTPException(422, f"{error}: curl -F file=@photo.jpg") from error
 
 
 async def read_body(request: Request, limits: Limits, bodies: Budget, body: bytearray) -> None:

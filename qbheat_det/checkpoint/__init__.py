@@ -13,9 +13,12 @@ from .run_config import (
     load_run_config,
 )
 from .weights_file import (
+    BEST_WEIGHTS,
+    LAST_WEIGHTS,
     WeightsInfo,
     check_weights_file,
     class_names_of,
+    find_run_weights,
     find_weights,
     info_of,
     local_weights,
@@ -24,6 +27,8 @@ from .weights_file import (
 )
 
 __all__ = [
+    "BEST_WEIGHTS",
+    "LAST_WEIGHTS",
     "ExactCheckpointer",
     "SafeCheckpointer",
     "TimmWeights",
@@ -33,6 +38,7 @@ __all__ = [
     "check_weights_file",
     "choose_device",
     "class_names_of",
+    "find_run_weights",
     "find_weights",
     "fit_weights",
     "holds_backbone_alone",

@@ -20,11 +20,15 @@ class ClassChange:
         """Classes that file and model share, in the model's order."""
         return tuple(name for name in self.now if name in self.old)
 
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """Classes of the file that the model does not have."""
+        return tuple(name for name in self.old if name not in self.now)
+
     def __str__(self) -> str:
         new = [name for name in self.now if name not in self.old]
-        dropped = [name for name in self.old if name not in self.now]
         parts = []
-        for title, names in (("kept by name", self.kept), ("new", new), ("dropped", dropped)):
+        for title, names in (("kept by name", self.kept), ("new", new), ("dropped", self.dropped)):
             parts.append(f"{title} ({len(names)}): {', '.join(names) or '-'}")
         return f"classes {'; '.join(parts)}"
 

@@ -38,6 +38,10 @@ from .detectron2_files import read_detectron2_file
 # random order, and equal weights should give equal files.
 _METADATA_KEY = "qbheat_det"
 _ZOO = "qbheat://"
+BEST_WEIGHTS = "model_best.safetensors"
+"""File in the folder of a run with the weights that were the best by validation."""
+LAST_WEIGHTS = "model_final.safetensors"
+"""File in the folder of a run with the weights after the last step."""
 # Suffixes that identify a file. Names in the model zoo have none, but can have a dot, as in "1.0G".
 _SUFFIXES = (".safetensors", ".pth", ".pt", ".pkl", ".pickle", ".bin", ".onnx", ".pt2")
 # Keys under which training scripts store weights; plain weights come before moving averages.
@@ -241,8 +245,8 @@ def local_weights(path: str) -> str:
 def find_weights(name: str | os.PathLike[str]) -> str:
     """Returns the path or address of weights, given a file, address, run folder or zoo entry.
 
-    For a run folder, returns the best weights, or else the final or newest ones. Raises a
-    ``UserError`` if the folder has no weights. Files and addresses are returned unchanged.
+    For a run folder, returns the weights that ``find_run_weights`` finds. Raises a ``UserError`` if
+    the folder has no weights. Files and addresses are returned unchanged.
     """
     name = str(name)
     path = Path(name)
@@ -252,13 +256,24 @@ def find_weights(name: str | os.PathLike[str]) -> str:
         return name
     if not path.is_dir():
         return f"{_ZOO}{name}"
-    for file_name in ("model.safetensors", "model_best.safetensors", "model_final.safetensors"):
-        if (path / file_name).is_file():
-            return str(path / file_name)
-    checkpoints = sorted(path.glob("model_*.pth"))  # in the order of iterations
+    weights = find_run_weights(path)
+    if weights is None:
+        raise UserError(f"'{name}' is a folder without weights, such as model_final.safetensors")
+    return str(weights)
+
+
+def find_run_weights(folder: Path) -> Path | None:
+    """Returns the weights that the folder of a run stands for; None if there are none.
+
+    They are the best by validation, if the run has a validation set, or else the last ones.
+    """
+    for file_name in ("model.safetensors", BEST_WEIGHTS, LAST_WEIGHTS):
+        if (folder / file_name).is_file():
+            return folder / file_name
+    checkpoints = sorted(folder.glob("model_*.pth"))  # in the order of iterations
     if checkpoints:
-        return str(checkpoints[-1])
-    raise UserError(f"'{name}' is a folder without weights, such as model_final.safetensors")
+        return checkpoints[-1]
+    return None
 
 
 def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo) -> None:

@@ -184,6 +184,15 @@ _KEYS: dict[str, dict[str, Any]] = {
         # divided by the number of locations that belong to objects in the labelled images.
         "TOP_RATIO": 2.0,
     },
+    "MODEL.KEEP_CLASSES": {  # of the detector in MODEL.WEIGHTS, by --keep-classes
+        "NUM": 0,  # number of kept classes, which come first; the flag sets it
+        "WEIGHT": 1.0,  # weight of the losses towards the old detector's scores and boxes
+        # Boxes are learned where the old detector's score is at least this high. For MF-DETR, these
+        # boxes become labels.
+        "MIN_SCORE": 0.3,
+        # Weight of the loss that keeps the feature maps of a trained encoder.
+        "FEATURE_WEIGHT": 0.1,
+    },
     "MODEL.CACHE_FEATURES": {
         # Encode every view once before training, and train the head on the stored features. The
         # whole backbone must be frozen.
@@ -245,6 +254,10 @@ _KEYS: dict[str, dict[str, Any]] = {
         # Number of micro-batches per step and process, to save memory. SOLVER.IMS_PER_BATCH is the
         # total number of images per optimizer step.
         "ACCUMULATE": 1,
+        # On a GPU, detectors find the number of images per step by trial: IMS_PER_BATCH is doubled
+        # as often as it fits into the memory, up to this number. Workers are limited by the cores.
+        # 0: off.
+        "LARGEST_BATCH": 0,
         # Schedules in epochs. If not 0, empty or None, they determine MAX_ITER, STEPS, WARMUP_ITERS
         # and CHECKPOINT_PERIOD.
         "EPOCHS": 0.0,
@@ -273,6 +286,9 @@ _KEYS: dict[str, dict[str, Any]] = {
         # "task/metric" that selects the best weights. Higher is better, unless the metric's name
         # begins with "loss".
         "BEST_METRIC": "bbox/AP",
+        # Share of a run's iterations without a better value of BEST_METRIC, after which training
+        # ends early; 0: never. The recipes in configs/custom set it, those of the paper do not.
+        "PATIENCE": 0.0,
     },
     "TEST.KNN": {  # kNN accuracy of qbheat probe
         "K": 20,  # number of neighbors that vote

@@ -39,6 +39,13 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 
 
+def count_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # on Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def require_detectron2() -> None:
     """If Detectron2 is missing, raises an ``ImportError`` that explains how to install it."""
     spec = importlib.util.find_spec("detectron2")

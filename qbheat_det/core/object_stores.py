@@ -5,6 +5,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
@@ -163,23 +164,37 @@ def _download(
     known = {local: known[local] for local in names if local in known and local not in missing}
     size = sum(found[names[local]].get("size") or 0 for local in missing)
     folder.mkdir(parents=True, exist_ok=True)
-    # Before a file changes, since an interrupted download leaves a part of it.
+    # Before a file changes, so that an interrupted download leaves no wrong version in the record.
     write_atomically(record, json.dumps(known).encode())
     free = shutil.disk_usage(folder).free
     if size > free:
         raise UserError(f"'{address}' has {format_bytes(size)}, but {format_bytes(free)} are free")
-    with tqdm(total=len(missing), unit="file", desc="downloading", disable=None) as bar:
+    # Complete files are moved to the folder, so a process that reads an old file can finish.
+    incomplete = folder.with_name(f"{folder.name}.incomplete")
+    with (
+        tqdm(total=len(missing), unit="file", desc="downloading", disable=None) as bar,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(shutil.rmtree, incomplete, ignore_errors=True)
         for start in range(0, len(missing), _BATCH):
             batch = missing[start : start + _BATCH]
-            targets = [folder / local for local in batch]
-            for target in targets:
-                if target.is_dir():  # a folder without files since this name is a file's
-                    shutil.rmtree(target)
-                target.parent.mkdir(parents=True, exist_ok=True)
-            filesystem.get([names[local] for local in batch], [str(target) for target in targets])
+            shutil.rmtree(incomplete, ignore_errors=True)
+            incomplete.mkdir()
+            downloads = [incomplete / str(number) for number in range(len(batch))]
+            filesystem.get([names[local] for local in batch], [str(path) for path in downloads])
+            for download, local in zip(downloads, batch, strict=True):
+                _move(download, folder / local)
             known.update({local: versions[local] for local in batch})
             write_atomically(record, json.dumps(known).encode())
             bar.update(len(batch))
+
+
+def _move(path: Path, target: Path) -> None:
+    """Moves a file to ``target``, and replaces what is there."""
+    if target.is_dir():  # a folder without files since this name is a file's
+        shutil.rmtree(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(path, target)
 
 
 PathManager.register_handler(ObjectStores())

@@ -7,7 +7,9 @@ Importing this package registers the built-in data sets.
 from .checks import DataError, find_record_errors, join_messages, raise_first
 from .datasets import register_builtin_sets
 from .datasets.account import LEFT_OUT_FILE, Account, join_accounts
-from .datasets.annotations import Annotations, check_same_classes
+from .datasets.annotated import ANNOTATED_IDS, count_annotated, describe_annotated, find_annotated
+from .datasets.annotations import Annotations, check_same_classes, note_spellings
+from .datasets.fingerprints import fingerprint_images
 from .datasets.image_folder import (
     check_image_folder,
     list_classes,
@@ -17,6 +19,12 @@ from .datasets.image_folder import (
     register_image_folders,
 )
 from .datasets.image_suffixes import IMAGE_SUFFIXES
+from .datasets.joining import (
+    check_class_map,
+    join_annotations,
+    join_class_names,
+    read_class_map,
+)
 from .datasets.sources import (
     CLASSES,
     IMAGES,
@@ -33,7 +41,6 @@ from .datasets.splits import (
     SEEN_FILE,
     SPLIT_FILE,
     SeenImages,
-    fingerprint_images,
     read_split,
     split_source,
 )
@@ -52,6 +59,7 @@ from .tiles import TiledEvaluator, check_tile, cut_records, list_tiles, merge_im
 from .unlabelled import StrongViews
 
 __all__ = [
+    "ANNOTATED_IDS",
     "CLASSES",
     "IMAGES",
     "IMAGE_FORMATS",
@@ -75,17 +83,23 @@ __all__ = [
     "build_detr_crop",
     "build_mapper",
     "build_train_stream",
+    "check_class_map",
     "check_image_folder",
     "check_same_classes",
     "check_tile",
+    "count_annotated",
     "cut",
     "cut_records",
+    "describe_annotated",
+    "find_annotated",
     "find_format",
     "find_image_errors",
     "find_record_errors",
     "fingerprint_images",
     "fingerprint_records",
     "join_accounts",
+    "join_annotations",
+    "join_class_names",
     "join_messages",
     "list_classes",
     "list_tiles",
@@ -95,11 +109,13 @@ __all__ = [
     "match_image_errors",
     "merge_images",
     "merge_tiles",
+    "note_spellings",
     "number_records",
     "open_images",
     "open_source",
     "raise_first",
     "read_annotations",
+    "read_class_map",
     "read_split",
     "register_coco_json",
     "register_image_folders",

@@ -11,6 +11,7 @@ from detectron2.structures import BoxMode
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
+from qbheat_det.modeling.contracts import ANNOTATED_CLASSES
 
 Record = dict[str, Any]
 MaskFormat = Literal["polygon", "bitmask"]
@@ -116,6 +117,13 @@ def find_record_errors(
         elongation = find_elongation([record.get("width", 1), record.get("height", 1)], longest)
         if elongation:
             errors.append(DataError("elongated image", where, elongation))
+        annotated = record.get(ANNOTATED_CLASSES, ())
+        unknown = [class_id for class_id in annotated if class_id not in range(num_classes)]
+        if unknown:
+            reason = (
+                f"'{ANNOTATED_CLASSES}' has {short(unknown)}, but there are {num_classes} classes"
+            )
+            errors.append(DataError("unknown category", where, reason))
         for number, annotation in enumerate(objects, start=1):
             for kind, reason in _find_object_errors(annotation, record, num_classes, mask_format):
                 errors.append(DataError(kind, f"{where}, object {number}", reason))

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import IMAGE, preserved_randomness, seed_place
 from qbheat_det.data.checks import DataError, count_files, refuse_broken_half
-from qbheat_det.modeling.contracts import TILE, UNLABELLED
+from qbheat_det.modeling.contracts import ANNOTATED_CLASSES, TILE, UNLABELLED
 
 from .mappers import FixedViews, Mapper, build_mapper, number_records
 from .unlabelled import build_strong_views, load_unlabelled
@@ -376,7 +376,7 @@ def _are_wide(dataset: Sequence[dict[str, Any]]) -> np.ndarray:
 
 
 def fingerprint_records(dataset: Sequence[dict[str, Any]]) -> int:
-    """Returns a checksum of the images' file names, ids, boxes and order.
+    """Returns a checksum of the images' file names, ids, boxes, annotated classes and order.
 
     Folders do not matter, so it stays equal if a data set is moved.
     """
@@ -385,5 +385,7 @@ def fingerprint_records(dataset: Sequence[dict[str, Any]]) -> int:
         name = os.path.basename(str(entry.get("file_name", "")))
         boxes = [(a.get("category_id"), a.get("bbox")) for a in entry.get("annotations", ())]
         text = f"{entry.get('image_id')} {name} {boxes}\n"
+        if ANNOTATED_CLASSES in entry:
+            text += f"{list(entry[ANNOTATED_CLASSES])}\n"
         value = zlib.crc32(text.encode(errors="surrogateescape"), value)  # names may not be UTF-8
     return value

@@ -3,6 +3,7 @@
 
 import logging
 import math
+import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -76,10 +77,34 @@ class Evaluation:
                 self._warned |= {(name, where) for where in new}
                 words = f"The evaluation on '{name}' skips {len(skipped):,} images"
                 logger.warning(f"{words}: {join_messages(skipped[where] for where in new)}")
+            for metrics in results.values():
+                metrics |= average_kept_classes(self._cfg.MODEL, metrics)
             print_csv_format(results)
             for task, metrics in results.items():
                 logger.info(f"{task} on {name}: {_format_metrics(metrics)}")
         return results
+
+
+def average_kept_classes(node: CfgNode, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the AP of the old classes ("AP_old") and of the new ones ("AP_new").
+
+    Empty for a detector that was not trained with ``--keep-classes``. Classes whose AP is nan,
+    because they have no objects, do not count. A group without other classes is left out.
+
+    Args:
+        node: ``MODEL`` of a config.
+        metrics: metrics by name, with those of classes, such as "AP-cat".
+    """
+    num_kept = node.KEEP_CLASSES.NUM
+    averages = {}
+    if num_kept:
+        groups = {"AP_old": node.CLASS_NAMES[:num_kept], "AP_new": node.CLASS_NAMES[num_kept:]}
+        for title, names in groups.items():
+            values = [metrics.get(f"AP-{name}", math.nan) for name in names]
+            known = [value for value in values if math.isfinite(value)]
+            if known:
+                averages[title] = statistics.fmean(known)
+    return averages
 
 
 def _format_metrics(metrics: Mapping[str, float]) -> str:

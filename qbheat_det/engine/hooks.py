@@ -4,6 +4,7 @@
 import logging
 import math
 import re
+import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,6 +22,8 @@ from qbheat_det.core.environment import keep_freed_memory, return_freed_memory
 from qbheat_det.core.files import write_atomically
 from qbheat_det.core.termination import Interrupted
 from qbheat_det.data import DataError, join_messages
+
+from .run_record import BEST_RESULTS_FOLDER
 
 logger = logging.getLogger(__name__)
 SKIPPED_FILE = "skipped_images.txt"
@@ -49,6 +52,7 @@ class TrainingRun(Protocol):
     def save(self, name: str) -> None: ...
     def export(self, name: str) -> None: ...
     def ask_to_stop(self) -> None: ...
+    def move_end(self, max_iter: int) -> None: ...
 
 
 def is_due(run: TrainingRun, period: int) -> bool:
@@ -75,6 +79,8 @@ def save_checkpoint(run: TrainingRun) -> None:
 class EvalHook(HookBase):
     """Evaluates periodically and after the last step, and exports the best weights so far.
 
+    Ends the run early if no evaluation was better than the best one for a while.
+
     This hook must come before ``PeriodicCheckpointer``, so that a checkpoint contains all results
     up to its iteration. If an evaluation fails, the hook saves a checkpoint and raises the error.
 
@@ -91,15 +97,18 @@ class EvalHook(HookBase):
 
     trainer: TrainingRun
 
-    def __init__(self, *, period: int, best_metric: str) -> None:
+    def __init__(self, *, period: int, best_metric: str, patience: float = 0.0) -> None:
         """
         Args:
             period: iterations between evaluations; 0 evaluates only after the last step.
             best_metric: "task/metric" that selects the best weights. Higher is better, unless the
                 metric's name begins with "loss".
+            patience: share of the run's iterations without a better evaluation after which the run
+                ends; 0 never ends it early.
         """
         self._period = period
         self._best_metric = best_metric
+        self._patience = patience
         self.best: dict[str, float] = {}
         self.is_owed = False
         self.is_evaluating = False
@@ -166,6 +175,33 @@ class EvalHook(HookBase):
             self.is_evaluating = False
         self.is_owed = False
         self.seconds = time.perf_counter() - start
+        if comm.all_gather(self.is_out_of_patience())[0]:
+            self._stop_early()
+
+    def is_out_of_patience(self) -> bool:
+        """Whether no evaluation was better than the best one for too long (main process only)."""
+        if not self._patience or not self.best:
+            return False
+        num_without = self.trainer.iter + 1 - self.count_to_best()
+        return num_without >= self._patience * self.trainer.max_iter
+
+    def count_to_best(self) -> int:
+        """Returns the number of iterations until the best evaluation (main process only)."""
+        return round(self.best["iteration"]) + 1
+
+    def _stop_early(self) -> None:
+        """Ends the run after this step, unless it ends anyway; all processes call it."""
+        num_done = self.trainer.iter + 1
+        num_planned = self.trainer.max_iter
+        if num_done >= num_planned:
+            return
+        self.trainer.move_end(num_done)
+        if comm.is_main_process():
+            logger.info(
+                f"Stopping early, after {num_done:,} of {num_planned:,} iterations: "
+                f"{self._best_metric} was best ({self.best['value']:.4g}) after "
+                f"{self.count_to_best():,} (TEST.PATIENCE {self._patience:g}; 0 never stops early)"
+            )
 
     def _evaluate(self) -> None:
         """Evaluates and logs the results. Exports the weights if they are the best so far."""
@@ -187,7 +223,16 @@ class EvalHook(HookBase):
             return
         self.best = {"value": value, "iteration": self.trainer.iter}
         self.trainer.export("model_best")
+        self._keep_results()
         logger.info(f"Best {self._best_metric} so far: {value:.4g}, in model_best.safetensors")
+
+    def _keep_results(self) -> None:
+        """Copies the results of this evaluation, such as detections, for the report."""
+        folder = Path(self.trainer.cfg.OUTPUT_DIR)
+        kept = folder / BEST_RESULTS_FOLDER
+        shutil.rmtree(kept, ignore_errors=True)
+        if (folder / "inference").is_dir():
+            shutil.copytree(folder / "inference", kept)
 
 
 class PeriodicCheckpointer(HookBase):

@@ -84,7 +84,7 @@ def _read_device(flags: RunFlags) -> str:
     overrides = flags.overrides
     opts = as_opts(overrides)
     weights = overrides.get("MODEL.WEIGHTS")
-    if weights and not flags.config_file:
+    if weights and not (flags.config_file or flags.size):
         cfg = load_run_config(weights, opts=opts)
     else:
         cfg = load_config(flags.config_file or None, opts)

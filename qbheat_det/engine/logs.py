@@ -138,15 +138,7 @@ class _SummaryHandler(logging.Handler):
 
 def filter_detectron2_logs() -> None:
     """Hides messages of Detectron2 that are expected, or that this package prints itself."""
-    logging.getLogger("detectron2.engine.train_loop").addFilter(_is_no_user_error)
     logging.getLogger("detectron2.data.datasets.coco").addFilter(_is_not_about_ids)
-
-
-def _is_no_user_error(record: logging.LogRecord) -> bool:
-    """Whether a message is not the traceback of a ``UserError``, which the tool prints itself."""
-    if not record.exc_info:
-        return True
-    return not isinstance(record.exc_info[1], UserError)
 
 
 def _is_not_about_ids(record: logging.LogRecord) -> bool:
@@ -231,10 +223,11 @@ class PeriodicWriter(hooks.PeriodicWriter):
         folder = Path(cfg.OUTPUT_DIR)
         window = cfg.SOLVER.LOG_PERIOD  # number of iterations whose median is written
         drop_metrics_from(folder / "metrics.json", run.start_iter)
+        self._printer = ProgressPrinter(
+            run.max_iter, iterations_per_epoch=iterations_per_epoch, window_size=window
+        )
         self._writers: list[EventWriter] = [
-            ProgressPrinter(
-                run.max_iter, iterations_per_epoch=iterations_per_epoch, window_size=window
-            ),
+            self._printer,
             JSONWriter(str(folder / "metrics.json"), window),
             # ``purge_step`` hides the steps that a resumed run repeats.
             TensorboardXWriter(str(folder), window, purge_step=run.start_iter),
@@ -248,6 +241,9 @@ class PeriodicWriter(hooks.PeriodicWriter):
 
     def after_step(self) -> None:
         """Updates the progress bar, and writes at the end of each period."""
+        if self._bar.total != self.trainer.max_iter:
+            self._bar.total = self.trainer.max_iter
+            self._printer.move_end(self.trainer.max_iter)
         self._bar.update()
         super().after_step()
         if self._bar.n % self._period == 0 and not self._bar.disable:
@@ -289,8 +285,13 @@ class ProgressPrinter(CommonMetricPrinter):
     def __init__(self, max_iter: int, *, iterations_per_epoch: float, window_size: int) -> None:
         super().__init__(max_iter, window_size)
         self._iterations_per_epoch = iterations_per_epoch
-        epochs = max_iter / iterations_per_epoch
-        self.logger: Any = _EpochPrefix(self.logger, {"epochs": epochs})
+        self.logger: Any = _EpochPrefix(self.logger, {})
+        self.move_end(max_iter)
+
+    def move_end(self, max_iter: int) -> None:
+        """Changes the number of iterations of the run."""
+        self._max_iter = max_iter
+        self.logger.extra["epochs"] = max_iter / self._iterations_per_epoch
 
     def write(self) -> None:
         """Logs the progress line, and adds ``epoch`` to the event storage."""

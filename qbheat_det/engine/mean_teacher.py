@@ -87,11 +87,14 @@ def build_eval_hooks(
     """
     period = cfg.TEST.EVAL_PERIOD
     metric = cfg.TEST.BEST_METRIC
+    patience = cfg.TEST.PATIENCE
     if mean_teacher is None:
-        return [EvalHook(period=period, best_metric=metric)]
+        return [EvalHook(period=period, best_metric=metric, patience=patience)]
     return [
         PseudoBoxes(mean_teacher, period=cfg.SOLVER.LOG_PERIOD),
-        SemiSupervisedEvalHook(burn_in=burn_in, period=period, best_metric=metric),
+        SemiSupervisedEvalHook(
+            burn_in=burn_in, period=period, best_metric=metric, patience=patience
+        ),
     ]
 
 
@@ -116,7 +119,8 @@ class PseudoBoxes(HookBase):
 class SemiSupervisedEvalHook(EvalHook):
     """``EvalHook`` that also evaluates at the end of the burn-in.
 
-    It warns about each later evaluation whose result is worse than at the end of the burn-in.
+    It warns about each later evaluation whose result is worse than at the end of the burn-in. The
+    patience of ``EvalHook`` begins there too.
     """
 
     def __init__(self, *, burn_in: int, **settings: Any) -> None:
@@ -141,6 +145,10 @@ class SemiSupervisedEvalHook(EvalHook):
         """Whether an evaluation is due after this step."""
         ends_burn_in = self.trainer.iter + 1 == self._burn_in
         return super().is_due() or ends_burn_in
+
+    def count_to_best(self) -> int:
+        """Returns the number of iterations until the best evaluation, at least the burn-in."""
+        return max(self._burn_in, super().count_to_best())
 
     def _evaluate(self) -> None:
         super()._evaluate()

@@ -27,7 +27,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.termination import Interrupted
 from qbheat_det.data import TrainStream
 
-from .hooks import EvalHook, TrainingRun, is_saved
+from .hooks import EvalHook, is_saved
 from .run_record import RUN_FILE, find_launch, read_run_record
 
 logger = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class YieldToNewerStart(HookBase):
     the old processes may still run there.
     """
 
-    trainer: TrainingRun
+    trainer: Any
 
     def before_train(self) -> None:
         """Counts the starts in ``run.json``, including this one."""
@@ -223,12 +223,14 @@ class YieldToNewerStart(HookBase):
         self._num_starts = len(read_run_record(self._file))
 
     def after_step(self) -> None:
-        """Checks for a later start whenever a checkpoint is due.
+        """Checks for a later start whenever weights may be saved.
 
         Raises:
             UserError: the run has a later start.
         """
-        if not is_saved(self.trainer, self.trainer.cfg.SOLVER.CHECKPOINT_PERIOD):
+        run = self.trainer
+        is_evaluated = run.find_hook(EvalHook).is_due()
+        if not is_evaluated and not is_saved(run, run.cfg.SOLVER.CHECKPOINT_PERIOD):
             return
         later_starts = read_run_record(self._file)[self._num_starts :]
         if later_starts:

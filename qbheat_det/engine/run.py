@@ -4,7 +4,7 @@
 Read ``assemble_run`` from top to bottom. It reads the config (``run_config.py``), opens and
 prepares the data (``run_data.py``), and returns one ``Stage`` for each training. A stage is a
 frozen value: its config is complete, and its data are checked and registered.
-``qbheat_det.api.training.train`` trains it.
+``qbheat_det.api.training.train_stage`` trains it.
 
 ``SOLVER.FIRST_STAGE`` names the config of a first stage, usually a head on cached features of a
 frozen encoder, which trains in minutes. The second stage starts from its weights and also trains
@@ -18,11 +18,15 @@ from typing import Any
 
 from detectron2.config import CfgNode
 
+from qbheat_det.checkpoint import LAST_WEIGHTS
 from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.tasks import find_task
 
+from .batch_size import fit_to_machine
 from .logs import filter_detectron2_logs
+from .old_detector import find_kept_classes
+from .opened_sources import open_sources
 from .run_config import (
     check_config,
     complete_config,
@@ -30,9 +34,10 @@ from .run_config import (
     read_config,
     read_first_stage,
 )
-from .run_data import Draft, RunData, check_flags, check_records, open_sources, prepare_data
+from .run_data import Draft, RunData, check_flags, check_records, prepare_data
 from .run_flags import RunFlags
 from .run_record import check_start, find_start, read_start
+from .time_limit import TimeLimit
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,8 @@ class Stage:
         data: the data that the config names.
         resume: whether to continue the run in ``OUTPUT_DIR``.
         allow_partial: whether ``MODEL.WEIGHTS`` may lack tensors of the model or have extra ones.
-        title: first line of the log, such as "First stage of two".
+        title: first lines of the log, such as "First stage of two".
+        limit: the time of the stage; None unless ``fit_minutes`` has planned it.
     """
 
     cfg: CfgNode
@@ -52,6 +58,7 @@ class Stage:
     resume: bool = False
     allow_partial: bool = False
     title: str = ""
+    limit: TimeLimit | None = None
 
     @property
     def folder(self) -> Path:
@@ -60,14 +67,18 @@ class Stage:
 
     @property
     def final_weights(self) -> Path:
-        """The file with the weights after the last step."""
-        return self.folder / "model_final.safetensors"
+        """The file with the weights after the last step, which ends the stage."""
+        return self.folder / LAST_WEIGHTS
 
     def with_values(self, values: Mapping[str, Any]) -> "Stage":
         """Returns the stage with other config values, by dotted key."""
         cfg = with_values(self.cfg, values)
         cfg.freeze()
         return replace(self, cfg=cfg)
+
+    def with_title(self, line: str) -> "Stage":
+        """Returns the stage with a line before the other lines of its title."""
+        return replace(self, title="\n".join(filter(None, [line, self.title])))
 
 
 def assemble_run(flags: RunFlags, *, replaces_run: bool = False) -> list[Stage]:
@@ -90,7 +101,7 @@ def assemble_run(flags: RunFlags, *, replaces_run: bool = False) -> list[Stage]:
     cfg = read_config(flags)
     check_flags(flags, find_task(cfg))
     start = find_start(Path(cfg.OUTPUT_DIR), asked=flags.resume)
-    drafts = [Draft(cfg, overrides, start)]
+    drafts = [Draft(cfg, overrides, start, find_kept_classes(flags, cfg))]
     first_cfg = None if start.continues else read_first_stage(cfg, overrides)
     if first_cfg is not None:
         first_start = find_start(Path(first_cfg.OUTPUT_DIR), asked=flags.resume)
@@ -108,13 +119,29 @@ def assemble_run(flags: RunFlags, *, replaces_run: bool = False) -> list[Stage]:
         # A first stage learns from labelled images alone.
         stage_data = data if is_last else replace(data, unlabelled=())
         stage_cfg = complete_config(draft, stage_data)
+        values, title = fit_to_machine(stage_cfg, draft.overrides, continues=draft.start.continues)
         resume = draft.start.continues if stages else draft.start.resume
-        stages.append(Stage(stage_cfg, stage_data, resume, flags.allow_partial))
+        stage = Stage(stage_cfg, stage_data, resume, flags.allow_partial, title)
+        stages.append(stage.with_values(values))
+    if flags.freeze:
+        stages[0] = stages[0].with_title(_describe_freeze(stages[0].cfg))
     if len(stages) == 2:
-        stages[0] = replace(stages[0], title="First stage of two")
-        stages[1] = replace(stages[1], title="Second stage of two")
+        stages[0] = stages[0].with_title("First stage of two")
+        stages[1] = stages[1].with_title("Second stage of two")
+    if flags.size and stages[0].cfg.MODEL.DEVICE == "cpu":
+        stages[0] = stages[0].with_title(
+            f"--size {flags.size} is made for a GPU, and its steps take long on this CPU: "
+            "--dry-run forecasts the time"
+        )
     check_records([stage.cfg for stage in stages], data, eval_only=False)
     return stages
+
+
+def _describe_freeze(cfg: CfgNode) -> str:
+    """Says what ``--freeze`` does to a recipe."""
+    if cfg.MODEL.CACHE_FEATURES.ENABLED:
+        return "--freeze: the head trains on cached features of the frozen encoder"
+    return "--freeze: the recipe has no SOLVER.FIRST_STAGE, so each step runs the frozen encoder"
 
 
 def assemble_evaluation(flags: RunFlags) -> Stage:

@@ -35,7 +35,7 @@ from qbheat_det.tasks import Task, find_task, find_task_of_data
 from .detection_limits import fit_detection_limits
 from .run_data import Draft, RunData
 from .run_flags import RunFlags
-from .run_record import FIRST_STAGE_FOLDER
+from .run_record import FIRST_STAGE_FOLDER, find_first_device
 from .step import PRECISIONS
 
 _MIN_IMAGE_SIZE = 32  # smallest --image-size in pixels
@@ -68,6 +68,7 @@ _EQUAL = (
 
 _RULES: Rules = {
     "SOLVER.ACCUMULATE": at_least(1),
+    "SOLVER.LARGEST_BATCH": at_least(0),
     "SOLVER.LOG_PERIOD": at_least(1),
     "SOLVER.CHECKPOINTS_KEPT": at_least(0),
     "SOLVER.WEIGHT_DECAY": at_least(0),
@@ -78,6 +79,7 @@ _RULES: Rules = {
     "DATALOADER.NUM_WORKERS": at_least(0),
     "INPUT.FORMAT": one_of("RGB", "BGR", "L", "YUV-BT.601"),
     "INPUT.MIN_SIZE_TRAIN": (lambda value: value and min(value) >= 1, "lengths in pixels"),
+    "TEST.PATIENCE": (lambda value: 0 <= value <= 1, "a share in [0, 1]"),
     "TEST.PRECISE_BN.ENABLED": (
         lambda value: not value,
         "False: use qbheat export --backbone --recalibrate-bn N",
@@ -88,26 +90,62 @@ _RULES: Rules = {
 def read_config(flags: RunFlags) -> CfgNode:
     """Reads the config that the flags name or imply, without the values that depend on the data.
 
-    It is ``--config-file``, or else the config inside ``--weights``, or else the default recipe of
-    the task of the data.
+    It is ``--config-file`` or the recipe of ``--size``, or else the config inside ``--weights``, or
+    else the default recipe of the task of the data. With ``--freeze``, it is the first stage of
+    this config, if there is one: it trains the same model on cached features of the frozen encoder.
 
     Raises:
-        UserError: the config is invalid, or the weights are for another task than the data.
+        UserError: the config is invalid, the weights are for another task than the data, or
+            ``--size`` is given for data without boxes.
     """
     overrides = flags.overrides
     opts = as_opts(overrides)
     weights = overrides.get("MODEL.WEIGHTS", "")
     if flags.config_file:
         cfg = load_config(flags.config_file, opts)
+    elif flags.size:
+        cfg = load_config(choose_recipe(flags), opts)
     elif flags.eval_only:
         cfg = load_run_config(weights, opts=opts) if weights else load_config(None, opts)
     elif weights:
         cfg = _read_config_of_weights(weights, overrides, find_task_of_flags(flags))
     else:
-        cfg = load_config(find_task_of_flags(flags).recipe, opts)
+        cfg = load_config(choose_recipe(flags), opts)
+    if flags.freeze and cfg.SOLVER.FIRST_STAGE and not flags.eval_only:
+        cfg = _load_first_stage(cfg, overrides)
     if flags.image_size is None:
         return cfg
     return with_values(cfg, _find_size_values(cfg, flags))
+
+
+def choose_recipe(flags: RunFlags) -> str:
+    """Returns the name of the shipped config for the data: that of ``--size``, or the default.
+
+    On a GPU, detectors have another default than on a CPU, unless ``--freeze`` needs a recipe with
+    a first stage. A resumed run keeps its own.
+
+    Raises:
+        UserError: ``--size`` is given for data without boxes, or the flags name no training data.
+    """
+    task = find_task_of_flags(flags)
+    if flags.size and not task.sizes:
+        raise UserError(f"--size is for detectors, but the data are {task.learns_from}")
+    if flags.size:
+        return task.sizes[flags.size]
+    is_on_gpu = _starts_on_gpu(flags.overrides, resume=flags.resume)
+    if task.sizes and is_on_gpu and not flags.freeze:
+        return next(iter(task.sizes.values()))
+    return task.recipe
+
+
+def _starts_on_gpu(overrides: Mapping[str, str], *, resume: bool) -> bool:
+    """Whether a run starts on a GPU or, if it is resumed, has started on one."""
+    device = overrides.get("MODEL.DEVICE", "")
+    if resume and "OUTPUT_DIR" in overrides:
+        device = find_first_device(Path(overrides["OUTPUT_DIR"])) or device
+    if not device:
+        return torch.cuda.is_available()
+    return device.startswith("cuda")
 
 
 def find_task_of_flags(flags: RunFlags) -> Task:
@@ -116,8 +154,9 @@ def find_task_of_flags(flags: RunFlags) -> Task:
     Raises:
         UserError: the flags name no training data, or a path has no data set.
     """
-    if flags.data:
-        return find_task_of_data(Source(find_format(str(flags.data)), str(flags.data)))
+    if flags.data_sets:
+        path = flags.data_sets[0]
+        return find_task_of_data(Source(find_format(path), path))
     if flags.images:
         return find_task_of_data(Source(IMAGES, flags.image_folders[0]))
     raise UserError("name what to train on: --data SRC, or --images DIR for pre-training")
@@ -167,13 +206,22 @@ def read_first_stage(cfg: CfgNode, overrides: Mapping[str, str]) -> CfgNode | No
     weights = overrides.get("MODEL.WEIGHTS")
     if weights is not None and not (weights and holds_encoder(weights)):
         return None
-    name = f"SOLVER.FIRST_STAGE '{cfg.SOLVER.FIRST_STAGE}'"
     first_overrides = {
         **list_shared_overrides(overrides),
         "OUTPUT_DIR": str(Path(cfg.OUTPUT_DIR, FIRST_STAGE_FOLDER)),
     }
+    return _load_first_stage(cfg, first_overrides)
+
+
+def _load_first_stage(cfg: CfgNode, overrides: Mapping[str, str]) -> CfgNode:
+    """Loads ``SOLVER.FIRST_STAGE``, a config for the task and the model of ``cfg``.
+
+    Raises:
+        UserError: the first stage's config is invalid, is for another model, or has a first stage.
+    """
+    name = f"SOLVER.FIRST_STAGE '{cfg.SOLVER.FIRST_STAGE}'"
     try:
-        first = load_config(cfg.SOLVER.FIRST_STAGE, as_opts(first_overrides))
+        first = load_config(cfg.SOLVER.FIRST_STAGE, as_opts(overrides))
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
     if first.SOLVER.FIRST_STAGE:
@@ -244,6 +292,8 @@ def complete_config(draft: Draft, data: RunData, *, eval_only: bool = False) -> 
             **data.task.get_class_values(data.class_names, data.category_ids),
         },
     )
+    if not eval_only:
+        cfg = with_values(cfg, {"MODEL.KEEP_CLASSES.NUM": len(draft.kept_classes)})
     _check_fit(cfg, data, overrides)
     values: dict[str, Any] = fit_detection_limits(
         cfg,

@@ -1,10 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The data sets of a run: opened, checked and registered once, and passed on as a ``RunData``.
 
-``open_sources`` opens what the flags name. ``prepare_data`` leaves out what cannot be used, holds
-out validation images, and registers the sets with Detectron2, which reads them by their names.
+``open_sources`` (``opened_sources.py``) opens what the flags name. ``prepare_data`` leaves out what
+cannot be used, joins several data sets, holds out validation images, and registers the sets with
+Detectron2, which reads them by their names.
 """
 
+import itertools
 import json
 import logging
 import math
@@ -12,10 +14,11 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.utils import comm
 
 from qbheat_det.checkpoint import class_names_of
@@ -28,11 +31,12 @@ from qbheat_det.data import (
     Account,
     Annotations,
     DataError,
-    DataSource,
     SeenImages,
     Source,
     check_image_folder,
     check_same_classes,
+    count_annotated,
+    describe_annotated,
     find_image_errors,
     find_record_errors,
     fingerprint_images,
@@ -41,9 +45,7 @@ from qbheat_det.data import (
     load_classes,
     match_image_errors,
     open_images,
-    open_source,
     raise_first,
-    read_annotations,
     read_split,
     register_source,
     split_source,
@@ -51,14 +53,23 @@ from qbheat_det.data import (
 from qbheat_det.data.checks import find_elongation
 from qbheat_det.data.datasets.sources import forget_source
 from qbheat_det.evaluation import count_most_objects
+from qbheat_det.modeling.contracts import ANNOTATED_CLASSES, learns_partial_labels
 from qbheat_det.tasks import TASKS, Task, find_task, find_task_of_data
 
+from .opened_sources import (
+    OpenedSource,
+    Role,
+    Sources,
+    check_folders,
+    find_unvalidated,
+    join_roles,
+    join_sources,
+)
 from .run_flags import RunFlags, spell
 from .run_record import FIRST_STAGE_FOLDER, Start
 
 logger = logging.getLogger(__name__)
 
-Role = Literal["train", "val"]
 Split = Mapping[str, Any]
 """The content of a ``split.json``."""
 
@@ -86,47 +97,13 @@ class Draft:
         cfg: config without the values that depend on the data.
         overrides: the values that the user has set for the stage, by config key.
         start: how the stage starts.
+        kept_classes: classes of the weights that ``--keep-classes`` keeps.
     """
 
     cfg: CfgNode
     overrides: Mapping[str, str]
     start: Start
-
-
-@dataclass(frozen=True)
-class OpenedSource:
-    """A source that flags name, with its content.
-
-    Attributes:
-        source: the source.
-        annotations: its images and boxes; None if the source has no boxes.
-        account: what is used and what is left out of the whole data set.
-    """
-
-    source: Source
-    annotations: Annotations | None
-    account: Account
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """Names of the classes of the annotations."""
-        return self.annotations.class_names if self.annotations else ()
-
-    def without_labels(self) -> "OpenedSource":
-        """Returns the images alone."""
-        return replace(self, source=self.source.without_labels())
-
-    def with_classes(self, classes: Sequence[str]) -> "OpenedSource":
-        """Returns the source with its classes set, if its label files do not list them."""
-        source = self.source.with_classes(classes)
-        if source == self.source or self.class_names == tuple(classes):
-            return self
-        annotations = read_annotations(source)
-        return OpenedSource(source, annotations, annotations.account)
-
-    def with_split(self, file: Path, part: str) -> "OpenedSource":
-        """Returns the images that a ``split.json`` lists for a part."""
-        return replace(self, source=self.source.with_split(str(file), part))
+    kept_classes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,22 +113,25 @@ class DataSet:
     Attributes:
         name: name in Detectron2's ``DatasetCatalog``.
         source: what was read, as ``run.json`` records it.
-        account: what is used and what is left out.
+        accounts: what is used and what is left out of each data set, by its path.
         num_images: number of images, after some have been held out.
         paths: paths of the images, if the data set has boxes or classes.
         broken: paths of the images that were left out because of faults in their files.
         max_objects: largest number of objects in an image.
+        num_annotated: number of images in which each class is annotated, by name; empty if all
+            classes are annotated in all images.
         load: function that returns the records.
         metadata: what Detectron2's ``MetadataCatalog`` knows of the data set.
     """
 
     name: str
     source: Source
-    account: Account
+    accounts: Mapping[str, Account]
     num_images: int
     paths: Sequence[str] = ()
     broken: Sequence[str] = ()
     max_objects: int = 0
+    num_annotated: Mapping[str, int] = field(default_factory=dict)
     load: Callable[[], list[dict[str, Any]]] = field(default=list, repr=False)
     metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
@@ -196,9 +176,12 @@ class RunData:
     shared: str = ""
 
     @property
-    def accounts(self) -> list[Account]:
-        """The accounts of the data sets that flags give, one for each path."""
-        return list({data_set.source.path: data_set.account for data_set in self.given}.values())
+    def accounts(self) -> dict[str, Account]:
+        """The accounts of the data sets that flags give, by path."""
+        accounts: dict[str, Account] = {}
+        for data_set in self.given:
+            accounts |= data_set.accounts
+        return accounts
 
     def count_training_images(self) -> int:
         """Returns the number of training images, without unlabelled ones."""
@@ -215,7 +198,7 @@ class RunData:
         broken = {path for data_set in self.given for path in data_set.broken}
         return {
             "data": {data_set.name: data_set.source.to_json() for data_set in self.given},
-            "account": join_accounts(self.accounts).to_json(),
+            "account": join_accounts(self.accounts.values()).to_json(),
             "shared_images": [self.shared] if self.shared else [],
             "broken_images": sorted(broken),
         }
@@ -231,13 +214,13 @@ class RunData:
         These are ``split.json`` if some of the training images are held out, ``seen_images.json``,
         and ``left_out.txt`` if anything is left out.
         """
-        text = join_accounts(self.accounts).render()
+        text = join_accounts(self.accounts.values()).render()
         if text:
             write_atomically(folder / LEFT_OUT_FILE, text.encode(errors="backslashreplace"))
         if self.split is not None:
             path = folder / SPLIT_FILE
             write_atomically(path, (json.dumps(self.split, indent=1) + "\n").encode())
-            num_held_out = len(self.split["val"])
+            num_held_out = self.split.get("num_held_out", len(self.split["val"]))
             logger.info(f"{num_held_out:,} images are held out for evaluation, see '{path}'")
         if self.seen is not None:
             self.seen.write(folder)
@@ -252,14 +235,20 @@ class RunData:
         if self.class_names:
             classes = f", {len(self.class_names)} classes"
         logger.info(f"Data: {titles}, {sizes} images{classes}")
-        for account in self.accounts:
+        has_several = any(data_set.source.joined for data_set in self.given)
+        for path, account in self.accounts.items():
+            title = f"Used of '{path}'" if has_several else "Used"
             level = logging.WARNING if account.faults else logging.INFO
             listing = ""
             if account.left_out:
                 listing = f" (see '{folder / LEFT_OUT_FILE}')"
-            logger.log(level, f"Used: {account.summarize()}{listing}")
+            logger.log(level, f"{title}: {account.summarize()}{listing}")
             for note in account.notes:
                 logger.info(f"Note: {note}")
+        for data_set in self.given:
+            if data_set.num_annotated:
+                counts = describe_annotated(data_set.num_annotated, data_set.num_images)
+                logger.info(f"{data_set.name}: {counts}")
 
 
 def check_flags(flags: RunFlags, task: Task) -> None:
@@ -271,10 +260,12 @@ def check_flags(flags: RunFlags, task: Task) -> None:
     for flag, key in _KEYS.items():
         if getattr(flags, flag) and key in flags.opts[::2]:
             raise UserError(f"{key} and {spell(flag)} both name data: choose one")
-    if flags.data and len(flags.image_folders) > 1:
-        raise UserError(f"--images of --data is one folder, not {len(flags.image_folders)}")
-    if flags.val and len(flags.val_image_folders) > 1:
-        raise UserError(f"--val-images of --val is one folder, not {len(flags.val_image_folders)}")
+    check_folders(flags)
+    has_several = len(flags.data_sets) > 1 or len(flags.val_sets) > 1
+    if (has_several or flags.class_map) and not task.uses_boxes:
+        raise UserError("several --data, several --val and --class-map are for detectors")
+    if flags.class_map and not (flags.data or flags.val):
+        raise UserError("--class-map renames the classes of --data or --val: name one of them")
     if flags.unlabelled_folders and (flags.eval_only or not task.uses_boxes):
         raise UserError("--unlabelled is for the training of detectors: leave it out")
     if not task.uses_labels:
@@ -288,47 +279,7 @@ def check_flags(flags: RunFlags, task: Task) -> None:
         raise UserError(f"--val-images needs --val, which has {task.learns_from}")
 
 
-def open_sources(flags: RunFlags) -> dict[Role, OpenedSource]:
-    """Opens the data that flags name, and reads their annotations.
-
-    "train" is the training part of --data or --images. "val" is --val or --val-images (its
-    validation part if it has one), or else the validation part of --data.
-
-    Raises:
-        UserError: a path has no data, or images are missing.
-    """
-    images = flags.image_folders
-    val_images = flags.val_image_folders
-    data = _open(flags.data, images, likely=images)
-    if flags.val and flags.val == flags.data and not val_images:
-        val = data
-    else:
-        val = _open(flags.val, val_images, likely=images)
-    sources: dict[Role, OpenedSource] = {}
-    if data:
-        sources["train"] = _take(data, data.train)
-    if val:
-        sources["val"] = _take(val, val.val or val.train)
-    elif data and data.val:
-        sources["val"] = _take(data, data.val)
-    return sources
-
-
-def _open(path: str | None, images: Sequence[str], *, likely: Sequence[str]) -> DataSource | None:
-    if path:
-        return open_source(str(path), "".join(images), likely_root="".join(likely))
-    if images:
-        return open_images(images)
-    return None
-
-
-def _take(data: DataSource, source: Source) -> OpenedSource:
-    return OpenedSource(source, data.annotations.get(source.part), data.account or Account())
-
-
-def prepare_data(
-    flags: RunFlags, sources: Mapping[Role, OpenedSource], drafts: Sequence[Draft]
-) -> RunData:
+def prepare_data(flags: RunFlags, sources: Sources, drafts: Sequence[Draft]) -> RunData:
     """Checks and registers the data sets of a run.
 
     Args:
@@ -345,34 +296,27 @@ def prepare_data(
     last = drafts[-1]
     task = find_task(last.cfg)
     _check_task(flags, sources, task)
-    has_no_val = set(sources) == {"train"}
-    used = _choose_roles(flags, sources)
-    if not task.uses_labels:
-        used = {role: opened.without_labels() for role, opened in used.items()}
-    elif task.uses_boxes:
-        used = _choose_classes(first.cfg, flags, used)
-    _check_sources(used, drafts)
-
+    unvalidated = find_unvalidated(flags, sources)
+    chosen = _choose_roles(flags, sources, unvalidated)
     seen = SeenImages()
     if task.uses_labels:
         seen = _read_seen(first.cfg)
+    if task.uses_boxes and _needs_joining(first.cfg, flags, chosen):
+        used = _join_roles(flags, chosen, drafts)
+    else:
+        used = {role: opened for role, (opened,) in chosen.items()}
+        if not task.uses_labels:
+            used = {role: opened.without_labels() for role, opened in used.items()}
+        elif task.uses_boxes:
+            used = _choose_classes(first.cfg, flags, used)
+        _check_sources(list(used.values()), drafts)
     split: Split | None = None
-    if flags.eval_only and has_no_val:
-        split_file = _find_split_of_weights(first, flags)
-        if split_file:
-            split = read_split(split_file)
-            used = {"val": used["val"].with_split(split_file, "val")}
-            logger.info(
-                f"Evaluating on the {len(split['val']):,} images that '{split_file}' holds out"
-            )
-    elif has_no_val and _holds_out(first.cfg, flags, task):
+    if unvalidated and flags.eval_only:
+        used, split = _use_split_of_weights(first, flags, used)
+    elif unvalidated and _holds_out(first.cfg, flags, task):
         folder = Path(last.cfg.OUTPUT_DIR)
-        split = _read_or_make_split(first, folder, flags, used["train"], seen)
-        split_file = (folder / SPLIT_FILE).absolute()
-        used = {
-            "train": used["train"].with_split(split_file, "train"),
-            "val": used["train"].with_split(split_file, "val"),
-        }
+        split = _read_or_make_split(first, folder, flags, used, unvalidated, seen)
+        used = _divide(used, unvalidated, (folder / SPLIT_FILE).absolute())
 
     given: dict[Role, DataSet] = {}
     for role, opened in used.items():
@@ -409,29 +353,70 @@ def prepare_data(
     )
 
 
-def _check_task(flags: RunFlags, sources: Mapping[Role, OpenedSource], task: Task) -> None:
+def _check_task(flags: RunFlags, sources: Sources, task: Task) -> None:
     """Checks that the data that the flags name are for a task."""
-    for role, opened in sources.items():
+    given = {os.path.abspath(path): path for path in (*flags.data_sets, *flags.val_sets)}
+    for opened in itertools.chain.from_iterable(sources.values()):
         if not task.fits(opened.source):
-            path = flags.val if role == "val" and flags.val else flags.data
+            path = given.get(opened.source.path, opened.source.path)
             kind = find_task_of_data(opened.source).learns_from
             raise UserError(f"'{path}' has {kind}, but {task.learns_from} are needed here")
 
 
 def _choose_roles(
-    flags: RunFlags, sources: Mapping[Role, OpenedSource]
-) -> dict[Role, OpenedSource]:
-    """Returns the sources that a run uses. An evaluation uses one of them, as validation data."""
+    flags: RunFlags, sources: Sources, unvalidated: Sequence[OpenedSource]
+) -> dict[Role, Sequence[OpenedSource]]:
+    """Returns the sources that a run uses. An evaluation uses all of them as validation data.
+
+    ``unvalidated`` are the training sets without a validation part, of which an evaluation uses the
+    training part.
+    """
     used = dict(sources)
     if "DATASETS.TEST" in flags.overrides:
         used.pop("val", None)
     if not flags.eval_only:
         return used
-    if "val" in used:
-        return {"val": used["val"]}
-    if "train" in used:
-        return {"val": used["train"]}
-    return {}
+    evaluated = [*used.get("val", ()), *unvalidated] or used.get("train", ())
+    return {"val": evaluated} if evaluated else {}
+
+
+def _needs_joining(cfg: CfgNode, flags: RunFlags, sources: Sources) -> bool:
+    """Returns whether images may have some of the model's classes annotated only.
+
+    This is so for several data sets, for one with other names of classes, for ``--keep-classes``,
+    and for the evaluation of a model on data with some of its classes.
+    """
+    if flags.keep_classes or flags.class_map or any(len(opened) > 1 for opened in sources.values()):
+        return True
+    if not flags.eval_only or "val" not in sources:
+        return False
+    (opened,) = sources["val"]
+    is_part = set(opened.class_names) < set(_find_classes_of_weights(cfg, flags))
+    return is_part and opened.source.lists_classes
+
+
+def _find_classes_of_weights(cfg: CfgNode, flags: RunFlags) -> tuple[str, ...]:
+    """Returns the classes of ``MODEL.WEIGHTS`` in an evaluation; () if they are unknown."""
+    if flags.eval_only and not flags.resume and cfg.MODEL.WEIGHTS:
+        return class_names_of(cfg.MODEL.WEIGHTS)
+    return ()
+
+
+def _join_roles(
+    flags: RunFlags, sources: Sources, drafts: Sequence[Draft]
+) -> dict[Role, OpenedSource]:
+    """Joins the sources of each role to one, see ``join_roles``.
+
+    Images that cannot be used are left out first, so that no data set has too many of them.
+    """
+    _check_sources(list(itertools.chain.from_iterable(sources.values())), drafts)
+    cfg = drafts[0].cfg
+    return join_roles(
+        flags,
+        sources,
+        _find_classes_of_weights(cfg, flags),
+        kept=drafts[-1].kept_classes,
+    )
 
 
 def _choose_classes(
@@ -442,9 +427,7 @@ def _choose_classes(
     In evaluation, these are the classes of the weights. In training, both sets have the classes of
     the training set, or those of the validation set if they include all of the training set.
     """
-    classes: Sequence[str] = ()
-    if flags.eval_only and not flags.resume and cfg.MODEL.WEIGHTS:
-        classes = class_names_of(cfg.MODEL.WEIGHTS)
+    classes: Sequence[str] = _find_classes_of_weights(cfg, flags)
     if not classes and len(sources) == 2:
         of_train = sources["train"].class_names
         of_val = sources["val"].class_names
@@ -454,7 +437,7 @@ def _choose_classes(
     return {role: opened.with_classes(classes) for role, opened in sources.items()}
 
 
-def _check_sources(sources: Mapping[Role, OpenedSource], drafts: Sequence[Draft]) -> None:
+def _check_sources(sources: Sequence[OpenedSource], drafts: Sequence[Draft]) -> None:
     """Leaves out images of sources with boxes that cannot be used.
 
     A resumed run leaves out the same images as at its start. Images that have broken since then are
@@ -467,7 +450,7 @@ def _check_sources(sources: Mapping[Role, OpenedSource], drafts: Sequence[Draft]
     settings = drafts[0].cfg.DATASETS
     longest = min(get_longest_side(draft.cfg) for draft in drafts)
     checked: list[Annotations] = []  # both roles may have the same annotations
-    for opened in sources.values():
+    for opened in sources:
         annotations = opened.annotations
         if annotations is None or any(annotations is other for other in checked):
             continue
@@ -562,9 +545,54 @@ def _find_split_of_weights(draft: Draft, flags: RunFlags) -> Path | None:
     file = folder.absolute() / SPLIT_FILE
     if not file.is_file():
         return None
-    if read_split(file).get("data") != os.path.abspath(str(flags.data)):
+    divided = read_split(file).get("data")
+    if isinstance(divided, str):
+        divided = [divided]
+    paths = _list_paths(flags)
+    if not paths or not set(paths) <= set(divided or ()):
         return None
     return file
+
+
+def _list_paths(flags: RunFlags) -> list[str]:
+    """Returns the absolute paths of --data."""
+    return [os.path.abspath(path) for path in flags.data_sets]
+
+
+def _use_split_of_weights(
+    draft: Draft, flags: RunFlags, used: dict[Role, OpenedSource]
+) -> tuple[dict[Role, OpenedSource], Split | None]:
+    """Evaluates only images that the training of the weights held out, if it divided --data.
+
+    Returns the sources and the split; the same sources and None if there is no such split.
+    """
+    split_file = _find_split_of_weights(draft, flags)
+    if split_file is None:
+        return used, None
+    split = read_split(split_file)
+    logger.info(f"Evaluating on images of the {len(split['val']):,} that '{split_file}' holds out")
+    return {"val": used["val"].with_split(split_file, "val")}, split
+
+
+def _divide(
+    used: Mapping[Role, OpenedSource], unvalidated: Sequence[OpenedSource], split_file: Path
+) -> dict[Role, OpenedSource]:
+    """Returns the training and the validation images of a split.
+
+    Args:
+        used: the training data, and validation data if some of several data sets have them.
+        unvalidated: the data sets that are divided.
+        split_file: path of the ``split.json`` with the paths or names of all images.
+    """
+    train = used["train"]
+    evaluated = train
+    if "val" in used:
+        members = (*used["val"].members, *unvalidated)
+        evaluated = join_sources(members, train.class_names, dict(train.source.renamed))
+    return {
+        "train": train.with_split(split_file, "train"),
+        "val": evaluated.with_split(split_file, "val"),
+    }
 
 
 def _holds_out(cfg: CfgNode, flags: RunFlags, task: Task) -> bool:
@@ -575,21 +603,39 @@ def _holds_out(cfg: CfgNode, flags: RunFlags, task: Task) -> bool:
 
 
 def _read_or_make_split(
-    draft: Draft, folder: Path, flags: RunFlags, opened: OpenedSource, seen: SeenImages
+    draft: Draft,
+    folder: Path,
+    flags: RunFlags,
+    used: Mapping[Role, OpenedSource],
+    unvalidated: Sequence[OpenedSource],
+    seen: SeenImages,
 ) -> Split:
     """Returns the split of a resumed run, or makes a new one.
+
+    Images that are in a data set with a validation part stay in their part.
 
     Args:
         draft: first stage of the run.
         folder: ``OUTPUT_DIR`` of the run.
         flags: flags of the run.
-        opened: the images to divide.
+        used: the training data, and validation data if some of several data sets have them.
+        unvalidated: the data sets to divide.
         seen: images that the initial weights have seen, which keep their side.
     """
     if draft.start.resume:
         for file in (folder / SPLIT_FILE, folder / FIRST_STAGE_FOLDER / SPLIT_FILE):
             if file.is_file():
                 return read_split(file)
+    opened = used["train"]
+    own_val: list[str] = []
+    if "val" in used:
+        divided = {member.source.path for member in unvalidated}
+        own = [member for member in opened.members if member.source.path not in divided]
+        own_train = [path for member in own for path in _list_paths_of(member)]
+        own_val = _list_paths_of(used["val"])
+        seen = seen.extend(
+            fingerprint_images(own_train).values(), fingerprint_images(own_val).values()
+        )
     split = split_source(
         opened.source,
         opened.annotations,
@@ -597,7 +643,17 @@ def _read_or_make_split(
         seed=max(draft.cfg.SEED, 0),
         seen=seen,
     )
-    return {"data": os.path.abspath(str(flags.data)), **split}
+    paths = _list_paths(flags)
+    data = paths[0] if len(paths) == 1 else paths
+    num_held_out = len(split["val"])  # without the images of validation parts
+    return {"data": data, "num_held_out": num_held_out, **split, "val": [*split["val"], *own_val]}
+
+
+def _list_paths_of(opened: OpenedSource) -> list[str]:
+    """Returns the paths of the images of a source with boxes."""
+    assert opened.annotations
+    root = opened.annotations.image_root
+    return [os.path.join(root, image["file_name"]) for image in opened.annotations.images]
 
 
 def _register(opened: OpenedSource, name: str, split: Split | None) -> DataSet:
@@ -606,11 +662,14 @@ def _register(opened: OpenedSource, name: str, split: Split | None) -> DataSet:
     keep = None
     if split is not None and source.split_part:
         keep = frozenset(split[source.split_part])
+        if opened.annotations is not None:
+            keep = opened.annotations.find_names(keep)
     register_source(name, source, annotations=opened.annotations, keep=keep)
     num_images = opened.account.used["image"]
     paths: list[str] = []
     broken: Sequence[str] = ()
     max_objects = 0
+    num_annotated: dict[str, int] = {}
     if opened.annotations is not None:
         lists = opened.annotations.keep(keep)
         root = opened.annotations.image_root
@@ -618,6 +677,8 @@ def _register(opened: OpenedSource, name: str, split: Split | None) -> DataSet:
         num_images = len(paths)
         broken = opened.annotations.broken
         max_objects = count_most_objects(lists["annotations"])
+        if source.labelled:
+            num_annotated = count_annotated(lists)
     elif source.labelled:
         paths = [record["file_name"] for record in DatasetCatalog.get(name)]
         num_images = len(paths)
@@ -626,11 +687,12 @@ def _register(opened: OpenedSource, name: str, split: Split | None) -> DataSet:
     return DataSet(
         name,
         source,
-        opened.account,
+        opened.accounts,
         num_images,
         paths,
         broken,
         max_objects,
+        num_annotated,
         load=DatasetCatalog[name],
         metadata=dict(metadata.as_dict()),
     )
@@ -649,11 +711,12 @@ def _check_classes(
         check_same_classes(*annotations)
     if task.uses_class_folders:
         for data_set in given.values():
-            data_set.account.check(cfg.DATASETS.MAX_LEFT_OUT)
+            for account in data_set.accounts.values():
+                account.check(cfg.DATASETS.MAX_LEFT_OUT)
         if "train" in given:
             names = list_classes([given["train"].name])
             if len(names) < 2:
-                raise UserError(f"'{flags.data}' has images of one class, '{names[0]}'")
+                raise UserError(f"'{flags.data_sets[0]}' has images of one class, '{names[0]}'")
 
 
 def _list_registered(names: Iterable[str]) -> tuple[str, ...]:
@@ -854,6 +917,8 @@ def check_records(cfgs: Sequence[CfgNode], data: RunData, *, eval_only: bool) ->
         records = DatasetCatalog.get(name)
         if not is_detector:
             continue
+        if name in data.train and not eval_only:
+            _check_partial_labels(cfgs, name, records, num_classes=len(data.class_names))
         for cfg in cfgs:
             is_only_training_set = data.train == (name,)  # the sets are filtered together
             filters = is_only_training_set and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
@@ -868,3 +933,27 @@ def check_records(cfgs: Sequence[CfgNode], data: RunData, *, eval_only: bool) ->
             raise_first(errors)
         if cfgs[-1].DATASETS.CHECK_IMAGES and name not in CUSTOM_SETS:
             raise_first(find_image_errors(records))
+
+
+def _check_partial_labels(
+    cfgs: Sequence[CfgNode], name: str, records: Sequence[Mapping[str, Any]], *, num_classes: int
+) -> None:
+    """Refuses images that are annotated for some classes only, if a model cannot learn from them.
+
+    Such a model would learn that the objects without labels are background.
+    """
+    num_partial = 0
+    for record in records:
+        annotated = record.get(ANNOTATED_CLASSES)
+        if annotated is not None and len(set(annotated)) < num_classes:
+            num_partial += 1
+    if not num_partial:
+        return
+    for cfg in cfgs:
+        architecture = cfg.MODEL.META_ARCHITECTURE
+        if not learns_partial_labels(META_ARCH_REGISTRY.get(architecture)):
+            raise UserError(
+                f"{num_partial:,} of {len(records):,} images of '{name}' are labelled for some of "
+                f"the {num_classes} classes only, from which {architecture} cannot learn: use a "
+                "recipe of RetinaNet, FCOS or MF-DETR, or label all classes"
+            )

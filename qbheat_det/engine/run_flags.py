@@ -4,11 +4,12 @@
 import argparse
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from qbheat_det.checkpoint import find_weights
 from qbheat_det.core.errors import UserError
+from qbheat_det.data import read_class_map
 
 FREEZE_ALL = 9
 """Value of ``MODEL.BACKBONE.FREEZE_AT`` that freezes every backbone."""
@@ -23,7 +24,9 @@ _KEYS = {
     "freeze": "MODEL.BACKBONE.FREEZE_AT",
     "max_left_out": "DATASETS.MAX_LEFT_OUT",
 }
-Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+SIZES = ("s", "m", "l")
+"""Values of ``--size``."""
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +39,22 @@ class RunFlags:
 
     Attributes:
         config_file: path of a config, or name of a shipped one. If empty, the config inside
-            ``weights``, or a default for boxes, class folders or images without labels.
+            ``weights``, or a default for boxes, class folders or images without labels. On a GPU,
+            the default for boxes is ``size`` "s".
+        size: instead of ``config_file``, a detector's recipe for a GPU: "s", "m" or "l".
         data: training data, or test data with ``eval_only``. Any format that ``--data`` accepts,
-            such as a COCO json, a YOLO ``data.yaml``, a Pascal VOC folder or class folders.
+            such as a COCO json, a YOLO ``data.yaml``, a Pascal VOC folder or class folders. A
+            detector can learn from a list of data sets, whose classes are joined by name. In an
+            image of one of them, only the classes of this data set are annotated.
         images: image folder of the COCO json in ``data``, if the images are not next to the json.
-            Without ``data``, one or several folders of images without labels, for pre-training.
-        val: validation data, in the formats of ``data``. Without ``val``, the validation part of
-            ``data`` is used. If there is none, ``DATASETS.VAL_FRACTION`` of the images is held out
-            and listed in ``split.json``.
+            For several data sets, a list with the folder of each, or "" if it needs none. Without
+            ``data``, one or several folders of images without labels, for pre-training.
+        val: validation data, in the formats of ``data``, also several. Without ``val``, the
+            validation part of ``data`` is used. If a data set has none, ``DATASETS.VAL_FRACTION``
+            of its images is held out and listed in ``split.json``.
         val_images: the same as ``images``, for ``val``.
+        class_map: path of a YAML file, or a dict, that maps class names in ``data`` and ``val`` to
+            class names of the detector.
         unlabelled: one or several folders of images without labels, from which a detector learns
             in addition to ``data``.
         weights: ``MODEL.WEIGHTS``; any name that ``find_weights`` accepts.
@@ -57,22 +67,28 @@ class RunFlags:
             ``INPUT.MIN_SIZE_TRAIN``, or ``INPUT.MIN_SIZE_TEST`` with ``eval_only``. All other sizes
             are scaled by the same factor. For other models, it is the side of the square images.
         tile: ``INPUT.TILE``, side of overlapping tiles in pixels; 0 uses whole images only.
-        freeze: freeze the whole backbone (``MODEL.BACKBONE.FREEZE_AT 9``).
+        freeze: freeze the whole backbone (``MODEL.BACKBONE.FREEZE_AT 9``). Of a recipe with
+            ``SOLVER.FIRST_STAGE``, only this stage is trained, on cached features.
         max_left_out: ``DATASETS.MAX_LEFT_OUT``, share of images or boxes that may have faults.
         allow_partial: start from ``weights`` even if they lack tensors of the model, or have extra
             ones.
+        keep_classes: keep the classes of ``weights``, which must be a detector, beside those of
+            ``data``. Where they are not annotated, they are learned from this detector.
         opts: config overrides, as alternating keys and values.
 
     Raises:
-        UserError: a number is not above 0, or a flag and an override set the same key.
+        UserError: a number is not above 0, ``size`` is unknown, or two flags, or a flag and an
+            override, set the same value.
     """
 
     config_file: str = ""
-    data: str | None = None
-    images: Folders = ()
-    val: str | None = None
-    val_images: Folders = ()
-    unlabelled: Folders = ()
+    size: str = ""
+    data: Paths | None = None
+    images: Paths = ()
+    val: Paths | None = None
+    val_images: Paths = ()
+    class_map: str | os.PathLike[str] | Mapping[str, str] = ""
+    unlabelled: Paths = ()
     weights: str = ""
     output: str = ""
     resume: bool = False
@@ -86,6 +102,7 @@ class RunFlags:
     freeze: bool = False
     max_left_out: float | None = None
     allow_partial: bool = False
+    keep_classes: bool = False
     opts: Sequence[object] = ()
 
     def __post_init__(self) -> None:
@@ -94,6 +111,10 @@ class RunFlags:
             is_number = isinstance(number, int | float)
             if number is not None and not (is_number and 0 < number < math.inf):
                 raise UserError(f"--{name} must be a number above 0, not {number!r}")
+        if self.size and self.size not in SIZES:
+            raise UserError(f"--size must be {', '.join(SIZES)}, not {self.size!r}")
+        if self.size and self.config_file:
+            raise UserError("--size and --config-file both name the recipe: leave one out")
         for name, key in _KEYS.items():
             if self._is_given(name) and key in self.opts[::2]:
                 raise UserError(f"{spell(name)} and {key} set the same value: leave one out")
@@ -105,19 +126,37 @@ class RunFlags:
         return cls(**{name: value for name, value in given.items() if value is not None})
 
     @property
+    def data_sets(self) -> list[str]:
+        """``data`` as a list."""
+        return _list_paths(self.data or ())
+
+    @property
+    def val_sets(self) -> list[str]:
+        """``val`` as a list."""
+        return _list_paths(self.val or ())
+
+    @property
     def image_folders(self) -> list[str]:
         """``images`` as a list."""
-        return _list_folders(self.images)
+        return _list_paths(self.images)
 
     @property
     def val_image_folders(self) -> list[str]:
         """``val_images`` as a list."""
-        return _list_folders(self.val_images)
+        return _list_paths(self.val_images)
 
     @property
     def unlabelled_folders(self) -> list[str]:
         """``unlabelled`` as a list."""
-        return _list_folders(self.unlabelled)
+        return _list_paths(self.unlabelled)
+
+    def read_class_map(self) -> dict[str, str]:
+        """Returns ``class_map`` as a dict. Raises a ``UserError`` if the file is invalid."""
+        if isinstance(self.class_map, Mapping):
+            return dict(self.class_map)
+        if not self.class_map:
+            return {}
+        return read_class_map(os.fspath(self.class_map))
 
     @property
     def overrides(self) -> dict[str, str]:
@@ -152,7 +191,7 @@ def spell(flag: str) -> str:
     return f"--{flag.replace('_', '-')}"
 
 
-def _list_folders(given: Folders) -> list[str]:
+def _list_paths(given: Paths) -> list[str]:
     if isinstance(given, str | os.PathLike):
         return [os.fspath(given)]
     return [os.fspath(folder) for folder in given]

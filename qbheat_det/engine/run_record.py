@@ -23,6 +23,8 @@ from qbheat_det.core.files import file_lock, try_file_lock, write_atomically
 RUN_FILE = "run.json"
 LOCK_FILE = ".run.lock"
 """File in ``OUTPUT_DIR`` that exists while a run trains there."""
+BEST_RESULTS_FOLDER = "inference_best"
+"""Subfolder of ``OUTPUT_DIR`` with the results of the best evaluation, such as detections."""
 FIRST_STAGE_FOLDER = "first_stage"
 """Subfolder of ``OUTPUT_DIR`` in which ``SOLVER.FIRST_STAGE`` trains."""
 
@@ -218,6 +220,14 @@ def find_duration(folder: Path) -> float | None:
     if not all("seconds" in start for start in starts):
         return None
     return sum(start["seconds"] for start in starts)
+
+
+def find_first_device(folder: Path) -> str:
+    """Returns the device on which the run in a folder has started; "" if there is no run."""
+    for file in (folder / FIRST_STAGE_FOLDER / RUN_FILE, folder / RUN_FILE):
+        for start in read_run_record(file):
+            return str(start.get("device", ""))
+    return ""
 
 
 def find_shared_images(folder: Path) -> list[str]:

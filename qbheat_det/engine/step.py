@@ -63,6 +63,7 @@ class StepTrainer(SimpleTrainer):
         seed: int = 0,
         log_period: int = 20,
         mean_teacher: Callable[[Sequence[BatchedInputs]], None] | None = None,
+        old_detector: Callable[[Sequence[BatchedInputs]], None] | None = None,
     ) -> None:
         """
         Args:
@@ -77,6 +78,7 @@ class StepTrainer(SimpleTrainer):
                 which need a device synchronization.
             mean_teacher: adds pseudo labels to the unlabelled images in the micro-batches of a
                 step, such as ``MeanTeacher``.
+            old_detector: adds predictions to the labelled images, such as ``OldDetector``.
         """
         super().__init__(model, data_loader, optimizer)
         self.batch_size = batch_size
@@ -85,6 +87,7 @@ class StepTrainer(SimpleTrainer):
         self.seed = seed
         self.log_period = log_period
         self._mean_teacher = mean_teacher
+        self._old_detector = old_detector
         self.asked_to_stop = False
         self.stops = False
         self._bare = model.module if isinstance(model, DistributedDataParallel) else model
@@ -115,6 +118,8 @@ class StepTrainer(SimpleTrainer):
         seed_step(self.seed, self.iter, comm.get_rank())
         if self._mean_teacher:
             self._mean_teacher(batches)
+        if self._old_detector:
+            self._old_detector(batches)
         normalizers = self._loss_normalizers(batches)
         logged: dict[str, float] = {}
         self.optimizer.zero_grad()

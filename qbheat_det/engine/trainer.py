@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase, TrainerBase, hooks
 from detectron2.utils import comm
+from detectron2.utils.events import EventStorage
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from qbheat_det.checkpoint import (
     ExactCheckpointer,
@@ -40,8 +40,13 @@ from qbheat_det.data import ImageBatches, TrainStream, build_train_stream
 from qbheat_det.fast import Form, optimize
 from qbheat_det.feature_cache import DistillationTargets, use_cached_features
 from qbheat_det.feature_cache.filling import Fill, fill
-from qbheat_det.modeling.contracts import needs_targets, pretrain_only_modules
+from qbheat_det.modeling.contracts import (
+    SupportsKeptClasses,
+    needs_targets,
+    pretrain_only_modules,
+)
 from qbheat_det.solver import (
+    MovableLR,
     build_lr_scheduler,
     build_optimizer,
     describe_schedule,
@@ -54,8 +59,10 @@ from .hooks import EvalHook, PeriodicCheckpointer, SkippedImages, keep_memory
 from .launch import distribute
 from .logs import PeriodicWriter, describe_model, warn_of_weights
 from .mean_teacher import MeanTeacher, build_eval_hooks
+from .old_detector import OldDetector
 from .resume import StopSignals, YieldToNewerStart, check_same_config, check_same_images
 from .step import StepTrainer, choose_precision
+from .time_limit import EndInTime, TimeLimit
 
 logger = logging.getLogger(__name__)
 Hook = TypeVar("Hook", bound=HookBase)
@@ -74,12 +81,20 @@ class Trainer(DefaultTrainer):
     """
 
     @reads_our_keys
-    def __init__(self, cfg: CfgNode, *, allow_partial: bool = False, fill: Fill = fill) -> None:
+    def __init__(
+        self,
+        cfg: CfgNode,
+        *,
+        allow_partial: bool = False,
+        fill: Fill = fill,
+        limit: TimeLimit | None = None,
+    ) -> None:
         """
         Args:
             cfg: complete config.
             allow_partial: accept weights that lack tensors of the model or have extra ones.
             fill: encodes the missing views of a feature cache.
+            limit: the time of the run; None for a run that takes as long as it takes.
         """
         TrainerBase.__init__(self)  # DefaultTrainer's would build parts that are replaced here
         data_loader = self.build_train_loader(cfg)
@@ -104,6 +119,9 @@ class Trainer(DefaultTrainer):
             if cfg.DATASETS.UNLABELLED:
                 self._mean_teacher = MeanTeacher(self._average.module, precision=precision)
                 data_loader.burn_in = round(cfg.MODEL.SEMI.BURN_IN * cfg.SOLVER.MAX_ITER)
+        self._old_detector = None
+        if cfg.MODEL.KEEP_CLASSES.NUM:
+            self._old_detector = OldDetector(self.bare_model, precision=precision)
         self._trainer = StepTrainer(
             distribute(self.bare_model),
             data_loader,
@@ -114,6 +132,7 @@ class Trainer(DefaultTrainer):
             seed=data_loader.seed,
             log_period=cfg.SOLVER.LOG_PERIOD,
             mean_teacher=self._mean_teacher,
+            old_detector=self._old_detector,
         )
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
         checkpointables: dict[str, Any] = {"trainer": weakref.proxy(self)}
@@ -133,6 +152,7 @@ class Trainer(DefaultTrainer):
         build_test_loader = (self.cached_features or self.targets or self).build_test_loader
         self._evaluation = Evaluation(cfg, build_test_loader)
         self._last_eval_results: dict[str, Any] = {}
+        self._limit = limit
         self.register_hooks(self.build_hooks())
 
     @property
@@ -169,6 +189,10 @@ class Trainer(DefaultTrainer):
                 self._images_seen_before = self.checkpointer.info.images_seen or 0
             if self._average:
                 self._average.set(self.bare_model)
+            if self._old_detector:
+                self._old_detector.load(self.cfg.MODEL.WEIGHTS, self.cfg.MODEL.CLASS_NAMES)
+            else:
+                self._advise_to_keep_classes()
             return
         self.resumed_from = self.checkpointer.find_checkpoint_to_resume()
         info = info_of(self.resumed_from)
@@ -177,14 +201,23 @@ class Trainer(DefaultTrainer):
         before = check_same_config(saved, self.cfg)
         self.checkpointer.resume(self.resumed_from)
         self.start_iter = self.iter + 1
-        weights = before.get("MODEL.WEIGHTS", self.cfg.MODEL.WEIGHTS)  # of the run's start
+        weights = str(before.get("MODEL.WEIGHTS", self.cfg.MODEL.WEIGHTS))  # of the run's start
         self.cfg = with_values(self.cfg, {"SEED": self.seed, "MODEL.WEIGHTS": weights})
         self.cfg.freeze()
+        if self._old_detector:
+            self._old_detector.load_again(weights, self.cfg.MODEL.CLASS_NAMES)
         self.data_loader.start = self.start_iter
         self.data_loader.seed = self.seed
 
+    def _advise_to_keep_classes(self) -> None:
+        """Names ``--keep-classes`` if classes of the initial weights are dropped."""
+        report = self.checkpointer.report
+        is_possible = isinstance(self.bare_model, SupportsKeptClasses)
+        if is_possible and report and report.class_change and report.class_change.dropped:
+            logger.info("The dropped classes are forgotten: --keep-classes keeps them")
+
     def train(self) -> dict[str, Any]:
-        """Trains from ``start_iter`` to ``SOLVER.MAX_ITER``.
+        """Trains from ``start_iter`` to ``max_iter``, which hooks may change.
 
         Returns:
             Results of the last evaluation by task, such as ``{"bbox": {"AP": …}}``. Empty if all
@@ -206,20 +239,71 @@ class Trainer(DefaultTrainer):
             path = Path(self.cfg.OUTPUT_DIR) / "config.yaml"
             write_atomically(path, dump_config(self.cfg).encode())
         try:
-            TrainerBase.train(self, self.start_iter, self.max_iter)
+            self._run_steps()
         finally:  # otherwise workers wait for the garbage collector
             self._trainer.close()
-        logger.info(f"Done: weights in '{Path(self.cfg.OUTPUT_DIR) / 'model_final.safetensors'}'")
+        logger.info(self._describe_end())
         return self._last_eval_results
+
+    def _run_steps(self) -> None:
+        """Does what ``TrainerBase.train`` does, for a run whose end can move."""
+        self.iter = self.start_iter
+        with EventStorage(self.start_iter) as self.storage:
+            try:
+                self.before_train()
+                while self.iter < self.max_iter:
+                    self.before_step()
+                    self.run_step()
+                    self.after_step()
+                    self.iter += 1
+            except UserError:
+                raise  # the command prints it
+            except Exception:
+                logger.exception("Exception during training:")
+                raise
+            finally:
+                self.after_train()
+
+    def move_end(self, max_iter: int) -> None:
+        """Makes the run end after ``max_iter`` iterations. The learning rate follows.
+
+        Only hooks that run before ``PeriodicCheckpointer`` may call this method, on all processes.
+        """
+        self.scheduler.move_end(max_iter)
+        self.max_iter = max_iter
+
+    def _describe_end(self) -> str:
+        """Says where the weights are, and how good the best and the last ones are."""
+        folder = Path(self.cfg.OUTPUT_DIR)
+        text = f"Done after {self.max_iter:,} iterations"
+        hook = self.find_hook(EvalHook)
+        if hook is None or not hook.best:
+            return f"{text}: weights in '{folder / 'model_final.safetensors'}'"
+        metric = self.cfg.TEST.BEST_METRIC
+        best = hook.best["value"]
+        text += f". Commands that name '{folder}' use its best weights, model_best.safetensors: "
+        text += f"{metric} {best:.4g}"
+        if hook.best["iteration"] == self.max_iter - 1:
+            return f"{text}, after the last iteration"
+        text += f", after {hook.best['iteration'] + 1:,} iterations"
+        if hook.value is not None:
+            text += f". The last weights, model_final.safetensors, have {hook.value:.4g}"
+        return text
 
     def build_hooks(self) -> list[HookBase | None]:
         """Returns the hooks in the order in which they run."""
         cfg = self.cfg
         is_main = comm.is_main_process()
+        end_in_time = None
+        if self._limit is not None:
+            end_in_time = EndInTime(
+                self._limit, max_iter=self.max_iter, eval_period=cfg.TEST.EVAL_PERIOD
+            )
         return [
             hooks.IterationTimer(),
             hooks.LRScheduler(),
             hooks.CallbackHook(after_step=self._update_average) if self._average else None,
+            end_in_time,
             YieldToNewerStart() if is_main else None,
             *build_eval_hooks(cfg, self._mean_teacher, burn_in=self.data_loader.burn_in),
             PeriodicWriter(cfg.SOLVER.LOG_PERIOD) if is_main else None,
@@ -271,6 +355,7 @@ class Trainer(DefaultTrainer):
             "processes": comm.get_world_size(),
             "num_images": self.data_loader.num_images,
             "fingerprint": self.data_loader.fingerprint,
+            "old_detector": self._old_detector.digest if self._old_detector else "",
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -281,8 +366,11 @@ class Trainer(DefaultTrainer):
         """
         check_same_images(state_dict, self.data_loader)
         TrainerBase.load_state_dict(self, state_dict)
+        self.max_iter = self.scheduler.end
         self._trainer.load_state_dict(state_dict["_trainer"])
         self._trainer.seed = state_dict["seed"]
+        if self._old_detector:
+            self._old_detector.digest = state_dict["old_detector"]
         before = state_dict["processes"]
         now = comm.get_world_size()
         logger.info(f"Continuing after iteration {self.iter}, with the same images")
@@ -311,7 +399,7 @@ class Trainer(DefaultTrainer):
         return build_optimizer(cfg, model)
 
     @classmethod
-    def build_lr_scheduler(cls, cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
+    def build_lr_scheduler(cls, cfg: CfgNode, optimizer: Optimizer) -> MovableLR:
         """Builds the scheduler that ``SOLVER.LR_SCHEDULER_NAME`` names."""
         return build_lr_scheduler(cfg, optimizer)
 

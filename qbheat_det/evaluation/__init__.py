@@ -15,6 +15,7 @@ from .coco import (
     choose_max_detections,
     complete_annotations,
     count_most_objects,
+    ignore_unannotated,
 )
 from .coco_matching import FastMatching
 from .held_out_loss import HeldOutLossEvaluator
@@ -30,6 +31,7 @@ __all__ = [
     "complete_annotations",
     "count_most_objects",
     "find_confusions",
+    "ignore_unannotated",
     "measure_ranks",
     "rank_true_class",
     "rank_true_classes",

@@ -5,13 +5,20 @@ import contextlib
 import importlib.util
 import io
 import itertools
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.evaluation import COCOEvaluator, coco_evaluation
+from pycocotools.coco import COCO
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
+from qbheat_det.data import ANNOTATED_IDS, find_annotated
+from qbheat_det.modeling.contracts import ANNOTATED_CLASSES
 
 from .coco_matching import FastMatchingMaxDets
 
@@ -52,7 +59,13 @@ class CocoEvaluator(COCOEvaluator):
     warning is logged. Images that were not processed, because they cannot be read, are left out
     with their ground truth. If an image has more than 100 objects, AP counts as many detections per
     image and class as ``choose_max_detections`` returns, instead of COCO's 100.
+
+    Where a class is not annotated in an image, detections that match no box are ignored, as in LVIS
+    (``ignore_unannotated``). The annotation file names the annotated classes, or the records of a
+    data set without a file do.
     """
+
+    _coco_api: Any  # the annotations; set by Detectron2's constructor
 
     def __init__(self, dataset_name: str, **arguments: Any) -> None:
         """Builds the evaluator of a registered dataset with ``json_file`` in its metadata.
@@ -61,17 +74,38 @@ class CocoEvaluator(COCOEvaluator):
         faster-coco-eval (True) or pycocotools (False).
         """
         has_faster_coco_eval = importlib.util.find_spec("faster_coco_eval") is not None
+        has_file = MetadataCatalog.get(dataset_name).get("json_file") is not None
         super().__init__(dataset_name, **arguments)
+        if not has_file:
+            self._add_annotated(dataset_name)
         # After Detectron2's constructor, which resets it if Detectron2's own op is not compiled.
         self._use_fast_impl = arguments.get("use_fast_impl", has_faster_coco_eval)
-        contiguous_ids = self._metadata.get("thing_dataset_id_to_contiguous_id", {})
-        self._num_classes = len(contiguous_ids)
+        self._num_classes = len(self._find_category_ids())
         complete_annotations(self._coco_api.dataset)
         with contextlib.redirect_stdout(io.StringIO()):
             self._coco_api.createIndex()
         if "max_dets_per_image" not in arguments:
             max_objects = count_most_objects(self._coco_api.anns.values())
             self._max_dets_per_image = [1, 10, choose_max_detections(max_objects)]
+
+    def _find_category_ids(self) -> dict[int, int]:
+        """Returns the id of each category by the index of its class; {} if the index is the id."""
+        indices = self._metadata.get("thing_dataset_id_to_contiguous_id", {})
+        return {index: id_ for id_, index in indices.items()}
+
+    def _add_annotated(self, dataset_name: str) -> None:
+        """Adds the annotated classes of the records to the file that Detectron2 made of them."""
+        ids = self._find_category_ids()
+        is_changed = False
+        for number, record in enumerate(DatasetCatalog.get(dataset_name)):
+            if ANNOTATED_CLASSES in record:
+                image = self._coco_api.imgs[record.get("image_id", number)]
+                classes = record[ANNOTATED_CLASSES]
+                image[ANNOTATED_IDS] = [ids.get(index, index) for index in classes]
+                is_changed = True
+        if is_changed:  # other evaluators read the file
+            content = json.dumps(self._coco_api.dataset).encode()
+            write_atomically(Path(self._metadata.json_file), content)
 
     def _eval_predictions(
         self, predictions: list[dict[str, Any]], img_ids: list[int] | None = None
@@ -100,9 +134,17 @@ class CocoEvaluator(COCOEvaluator):
             predictions = [{**predictions[0], "instances": [empty_box]}, *predictions[1:]]
         if img_ids is None:
             img_ids = sorted({prediction["image_id"] for prediction in predictions})
+        ids = self._find_category_ids()
+        pairs = {
+            (result["image_id"], ids.get(result["category_id"], result["category_id"]))
+            for result in results
+        }
         printed = io.StringIO()
+        ground_truth = self._coco_api
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.redirect_stdout(printed))
+            stack.callback(setattr, self, "_coco_api", ground_truth)
+            self._coco_api = ignore_unannotated(ground_truth, pairs)
             from unittest import mock  # not at the top, because it imports asyncio
 
             # Detectron2 uses this class if more than 100 detections per image are counted.
@@ -122,6 +164,51 @@ class CocoEvaluator(COCOEvaluator):
             for metrics in self._results.values():
                 for name in class_names:
                     metrics.setdefault(f"AP-{name}", float("nan"))
+
+
+def ignore_unannotated(ground_truth: COCO, pairs: Iterable[tuple[int, int]]) -> COCO:
+    """Makes an evaluation ignore wrong detections of classes that are not annotated in an image.
+
+    As in LVIS (arXiv:1908.03195, Sec. 3), a detection of such a class is correct if it matches a
+    box. Otherwise, it is neither correct nor wrong, because the object may lack a label. To this
+    end, a crowd that covers the image is added for the class: COCO ignores detections in a crowd
+    that match no other box.
+
+    Args:
+        ground_truth: the annotations, which do not change.
+        pairs: (id of the image, id of the category) of all detections.
+
+    Returns:
+        The annotations with crowds; ``ground_truth`` itself if there is nothing to ignore.
+    """
+    annotated = find_annotated(ground_truth.dataset)
+    crowds: list[dict[str, Any]] = []
+    for image_id, category_id in sorted(set(pairs)):
+        if category_id in annotated.get(image_id, (category_id,)):
+            continue
+        image = ground_truth.imgs[image_id]
+        height = image["height"]
+        width = image["width"]
+        crowds.append(
+            {
+                "id": len(ground_truth.anns) + len(crowds) + 1,
+                "image_id": image_id,
+                "category_id": category_id,
+                # Larger than the image, because boxes may reach beyond it.
+                "bbox": [-float(width), -float(height), 3.0 * width, 3.0 * height],
+                "area": 9.0 * width * height,
+                "segmentation": {"size": [height, width], "counts": [0, height * width]},
+                "iscrowd": 1,
+            }
+        )
+    if not crowds:
+        return ground_truth
+    completed = COCO()
+    annotations = [*ground_truth.dataset["annotations"], *crowds]
+    completed.dataset = {**ground_truth.dataset, "annotations": annotations}
+    with contextlib.redirect_stdout(io.StringIO()):
+        completed.createIndex()
+    return completed
 
 
 def complete_annotations(dataset: dict[str, Any]) -> None:

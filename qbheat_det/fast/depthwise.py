@@ -160,13 +160,16 @@ def _weight_gradient(grad_output: Tensor, x: Tensor, weight: Tensor, settings: _
         width = 1 + (output_width - 1) * column_stride + (num_columns - 1) * column_dilation
         left = -first_column  # F.pad crops if a number is negative
         right = first_column + width - x.shape[3]
-        _, gradient = _convolution_backward(
-            grad_output,
-            F.pad(x, (left, right)),
-            narrow_weight,
-            settings_of_narrow,
-            needs_grad_weight=True,
-        )
+        if max(-left, -right) >= x.shape[3]:  # it reads nothing but padding
+            gradient: Tensor | None = torch.zeros_like(narrow_weight)
+        else:
+            _, gradient = _convolution_backward(
+                grad_output,
+                F.pad(x, (left, right)),
+                narrow_weight,
+                settings_of_narrow,
+                needs_grad_weight=True,
+            )
         gradients.append(cast(Tensor, gradient))
         first_column += num_columns * column_dilation
     return torch.cat(gradients, dim=3)

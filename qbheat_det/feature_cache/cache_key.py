@@ -18,13 +18,14 @@ from qbheat_det.core.environment import VERSION
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import get_cache_dir, hash_tensors
 from qbheat_det.data.mappers import VIEW_ROW, VIEW_SEED, find_root
+from qbheat_det.modeling.contracts import ANNOTATED_CLASSES
 
 from .store import FORMAT_VERSION, AllViews, FeatureStore
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _MAX_VIEWS = 1000
 # Keys of a record that do not affect its views.
-_NOT_IN_VIEWS = (VIEW_ROW, VIEW_SEED, "file_name", "image_id")
+_NOT_IN_VIEWS = (VIEW_ROW, VIEW_SEED, "file_name", "image_id", ANNOTATED_CLASSES)
 
 
 def check_cache_config(cfg: CfgNode) -> None:

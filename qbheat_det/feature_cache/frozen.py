@@ -36,6 +36,7 @@ from qbheat_det.data import (
 )
 from qbheat_det.data.mappers import VIEW_ROW, choose_view
 from qbheat_det.modeling.contracts import (
+    ANNOTATED_CLASSES,
     TILE,
     PreparesImages,
     PretrainingObjective,
@@ -52,7 +53,7 @@ from .encoding import encode_images
 from .filling import Fill, fill
 from .store import VIEWS_PER_FILE, AllViews, FeatureStore, Mapped, Stored, View
 
-_KEPT = ("file_name", "image_id", "label", TILE)
+_KEPT = ("file_name", "image_id", "label", TILE, ANNOTATED_CLASSES)
 
 
 class CachedViews:
@@ -60,7 +61,7 @@ class CachedViews:
 
     Returns a dict with these keys:
 
-    - "file_name", "image_id", "label" and "tile" of the record, if they exist;
+    - "file_name", "image_id", "label", "tile" and "annotated_classes" of the record, if they exist;
     - "features": the encoder's outputs (C, h, w) or (M, D) by name;
     - "image_size": (height, width) of the view;
     - "height", "width" and "instances", if the original mapper returned them.

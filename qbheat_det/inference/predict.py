@@ -143,7 +143,8 @@ def find_boxes(
             ``INPUT.TILE``.
 
     Raises:
-        UnreadableImage: an image is too elongated.
+        UnreadableImage: an image is too elongated. Errors of ``images`` and of its images are
+            raised after the detections of the images before them.
     """
     class_names = list(cfg.MODEL.CLASS_NAMES)
     category_ids = list(cfg.MODEL.CATEGORY_IDS)
@@ -152,9 +153,11 @@ def find_boxes(
     if tile:
         predictor = TiledPredictor(predictor, tile)
     images = iter(images)
-    while batch := list(itertools.islice(images, batch_size)):
-        for named_image in batch:
-            check_elongation(named_image, cfg)
+    error: Exception | None = None
+    while error is None:
+        batch, error = _take(images, batch_size, cfg)
+        if not batch:
+            break
         results = predictor.predict_batch([named_image.image for named_image in batch])
         for named_image, instances in zip(batch, results, strict=True):
             if threshold:
@@ -167,6 +170,22 @@ def find_boxes(
                 file_name=named_image.name,
                 frame=named_image.frame,
             )
+    if error is not None:
+        raise error
+
+
+def _take(
+    images: Iterator[NamedImage], number: int, cfg: CfgNode
+) -> tuple[list[NamedImage], Exception | None]:
+    """Takes ``number`` images, or those before an image that cannot be read, and its error."""
+    batch: list[NamedImage] = []
+    try:
+        for image in itertools.islice(images, number):
+            check_elongation(image, cfg)
+            batch.append(image)
+    except Exception as error:  # also of the user's generator
+        return batch, error
+    return batch, None
 
 
 def check_elongation(image: NamedImage, cfg: CfgNode) -> None:

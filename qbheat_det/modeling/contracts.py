@@ -62,6 +62,12 @@ All objects of these classes are labelled in the image, so the rest of it is bac
 Objects of other classes may lack labels. Without this key, all objects are labelled.
 """
 
+
+def learns_partial_labels(model: type | object) -> bool:
+    """Returns whether a model or class reads ``ANNOTATED_CLASSES`` (its attribute of this name)."""
+    return bool(getattr(model, "learns_partial_labels", False))
+
+
 UNLABELLED = "unlabelled"
 """Key of a labelled image's dict. Its value is a list of dicts of unlabelled images."""
 
@@ -85,6 +91,21 @@ class SupportsUnlabelled(Protocol):
         ``batches`` are the unlabelled images of each micro-batch of this process. Every process
         must call this function, because it may normalize over all processes.
         """
+
+
+OLD_PREDICTIONS = "old_predictions"
+"""Key of a labelled image's dict. Its value is the prediction of the detector before the training.
+
+A model that keeps this detector's classes learns from it where they are not annotated.
+"""
+
+
+@runtime_checkable
+class SupportsKeptClasses(Protocol):
+    """A detector that can keep the classes of an old detector while it learns new ones."""
+
+    def predict_old(self, batched_inputs: BatchedInputs) -> Sequence[Any]:
+        """Returns the ``OLD_PREDICTIONS`` of each image. Called on the old detector."""
 
 
 def get_metrics(model: nn.Module) -> Mapping[str, Tensor]:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.structures import Boxes
 from detectron2.utils import comm
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,23 +24,9 @@ from torchvision.ops import generalized_box_iou_loss
 from qbheat_det.config import configurable
 
 from .contracts import PSEUDO_LABELS, STRONG, UNLABELLED
+from .dense_predictions import DensePredictions
 from .loss_normalizer import SyncNormalizer
 from .losses import quality_focal_loss
-
-
-@dataclass(frozen=True)
-class DensePredictions:
-    """Predictions of a dense detector at R anchors or locations of N images.
-
-    Attributes:
-        logits: (N, R, K), class logits for a sigmoid.
-        boxes: (N, R, 4), XYXY, in pixels of the padded batch.
-        quality: (N, R), centerness logits; None for RetinaNet.
-    """
-
-    logits: Tensor
-    boxes: Tensor
-    quality: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -226,21 +211,4 @@ class SemiSupervisedDetector(SyncNormalizer):
 
     def predict_densely(self, batched_inputs: list[dict[str, Any]]) -> DensePredictions:
         """Returns the predictions at all locations, before score threshold and NMS."""
-        maps = self.backbone(self.preprocess_image(batched_inputs).tensor)
-        features = [maps[name] for name in self.head_in_features]
-        # Logits and deltas of each level. Only FCOS also predicts a centerness.
-        outputs = self.head(features)
-        has_quality = len(outputs) == 3
-        widths = [self.num_classes, 4]
-        if has_quality:
-            widths.append(1)
-        # Each level is (N, C, H, W) before, and (N, locations, width) after.
-        outputs = self._transpose_dense_predictions(outputs, widths)
-        logits = torch.cat(outputs[0], dim=1)  # (N, R, K)
-        deltas = torch.cat(outputs[1], dim=1)  # (N, R, 4)
-        quality = None
-        if has_quality:
-            quality = torch.cat(outputs[2], dim=1).squeeze(2)  # (N, R)
-        anchors = Boxes.cat(self.anchor_generator(features)).tensor  # (R, 4)
-        boxes = [self.box2box_transform.apply_deltas(image, anchors) for image in deltas]
-        return DensePredictions(logits=logits, boxes=torch.stack(boxes), quality=quality)
+        return self.predict_levels(batched_inputs).decode(self.box2box_transform)

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from .contracts import pick_outputs
 from .dense_pseudo_labels import DensePseudoLabelLoss, SemiSupervisedDetector
+from .kept_classes import KeepsClasses, KeptClassLoss
 
 
 @META_ARCH_REGISTRY.register()
-class SyncFCOS(SemiSupervisedDetector, FCOS):
+class SyncFCOS(KeepsClasses, SemiSupervisedDetector, FCOS):
     """FCOS whose losses are normalized over the effective batch.
 
     With one process and one micro-batch, the losses equal Detectron2's, except for the two fixes in
@@ -34,6 +35,7 @@ class SyncFCOS(SemiSupervisedDetector, FCOS):
         input_shape = pick_outputs(backbone, node.IN_FEATURES, "MODEL.FCOS.IN_FEATURES")
         return {
             "pseudo_label_loss": DensePseudoLabelLoss.from_config(cfg),
+            "kept_class_loss": KeptClassLoss.from_config(cfg),
             "backbone": backbone,
             "head": FCOSHead(
                 input_shape=input_shape,

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from qbheat_det.config import configurable
 
+from .annotated_classes import find_annotated, ignore_unannotated
 from .cached_images import find_cached_images
+from .dense_predictions import DenseLevels
 
 COUNT = "num_positives"
 """Key of the number of positive anchors in the result of ``losses``."""
@@ -32,6 +34,8 @@ class SyncNormalizer(DenseDetector):
     train on cached features.
     """
 
+    learns_partial_labels = True
+    """Whether the model reads ``ANNOTATED_CLASSES``."""
     first_normalizer: float
     """Initial value of the running mean, as in Detectron2."""
 
@@ -51,17 +55,61 @@ class SyncNormalizer(DenseDetector):
         ``normalizers`` (1,) is the divisor of the losses. By default, it is computed from the
         batches of all processes.
         """
-        outputs = super().forward(batched_inputs)
         if not self.training:
-            return outputs
+            return super().forward(batched_inputs)
+        levels = self.predict_levels(batched_inputs)
+        gt_instances = [entry["instances"].to(self.device) for entry in batched_inputs]
+        gt_labels, gt_boxes = self.label_anchors(levels.anchors, gt_instances)
+        sums = self.sum_losses(batched_inputs, levels, gt_labels, gt_boxes)
         if normalizers is None:
-            count = outputs[COUNT]
+            count = sums[COUNT]
             num_processes = comm.get_world_size()
             if num_processes > 1:
                 torch.distributed.all_reduce(count)
             normalizers = self.loss_normalizers(count, num_processes)
         divisor = normalizers[0]
-        return {name: total / divisor for name, total in outputs.items() if name != COUNT}
+        return {name: total / divisor for name, total in sums.items() if name != COUNT}
+
+    def predict_levels(self, batched_inputs: list[dict[str, Any]]) -> DenseLevels:
+        """Returns the outputs of the head for a batch."""
+        maps = self.backbone(self.preprocess_image(batched_inputs).tensor)
+        features = [maps[name] for name in self.head_in_features]
+        outputs = self.head(features)
+        widths = [self.num_classes, 4]
+        if len(outputs) == 3:  # only FCOS also predicts a centerness
+            widths.append(1)
+        # Each level is (N, C, H, W) before, and (N, locations, width) after.
+        logits, deltas, *quality = self._transpose_dense_predictions(outputs, widths)
+        return DenseLevels(
+            features=features,
+            anchors=self.anchor_generator(features),
+            logits=logits,
+            deltas=deltas,
+            quality=quality[0] if quality else [],
+        )
+
+    def sum_losses(
+        self,
+        batched_inputs: list[dict[str, Any]],
+        levels: DenseLevels,
+        gt_labels: list[Tensor],
+        gt_boxes: Any,
+    ) -> dict[str, Tensor]:
+        """Returns the result of ``losses``, in which unannotated classes learn nothing.
+
+        ``gt_labels`` and ``gt_boxes`` are the result of ``label_anchors``.
+        """
+        is_annotated = find_annotated(batched_inputs, self.num_classes, self.device)
+        classes = torch.stack(gt_labels)  # (N, R)
+        sizes = [level.shape[1] for level in levels.logits]
+        logits = [
+            ignore_unannotated(level_logits, is_annotated, level_classes)
+            for level_logits, level_classes in zip(
+                levels.logits, classes.split(sizes, dim=1), strict=True
+            )
+        ]
+        others = [levels.quality] if levels.quality else []
+        return self.losses(levels.anchors, logits, gt_labels, levels.deltas, gt_boxes, *others)
 
     def losses(
         self, anchors: Any, pred_logits: list[Tensor], gt_labels: list[Tensor], *others: Any
@@ -82,6 +130,10 @@ class SyncNormalizer(DenseDetector):
         anchors = self.anchor_generator(empty_maps)
         gt_instances = [entry["instances"].to(self.device) for entry in batched_inputs]
         gt_labels, _ = self.label_anchors(anchors, gt_instances)
+        return self.count_batch(batched_inputs, gt_labels)
+
+    def count_batch(self, batched_inputs: list[dict[str, Any]], gt_labels: list[Tensor]) -> Tensor:
+        """Returns the number (1,) of positive anchors in a batch. ``gt_labels`` are its labels."""
         return self.count_positives(gt_labels)
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
@@ -95,9 +147,12 @@ class SyncNormalizer(DenseDetector):
 
     def count_positives(self, gt_labels: list[Tensor]) -> Tensor:
         """Returns the number (1,) of positive anchors. ``gt_labels`` are (R,) for each image."""
-        labels = torch.stack(gt_labels)  # (N, R): -1 is ignored, K is background
-        is_positive = (labels >= 0) & (labels != self.num_classes)
-        return is_positive.sum().float()[None]
+        return self.find_positives(gt_labels).sum().float()[None]
+
+    def find_positives(self, gt_labels: list[Tensor]) -> Tensor:
+        """Returns a mask (N, R) of positive anchors. ``gt_labels`` are (R,) for each image."""
+        labels = torch.stack(gt_labels)  # -1 is ignored, K is background
+        return (labels >= 0) & (labels != self.num_classes)
 
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
         """Normalizes and pads the images. Inputs with "features" become ``CachedImages``."""

@@ -24,12 +24,13 @@ from qbheat_det.config import configurable
 
 from .atss import AtssAssigner
 from .dense_pseudo_labels import DensePseudoLabelLoss, SemiSupervisedDetector
+from .kept_classes import KeepsClasses, KeptClassLoss
 from .loss_normalizer import COUNT
 from .losses import quality_focal_loss
 
 
 @META_ARCH_REGISTRY.register()
-class SyncRetinaNet(SemiSupervisedDetector, RetinaNet):
+class SyncRetinaNet(KeepsClasses, SemiSupervisedDetector, RetinaNet):
     """RetinaNet whose losses are normalized over the effective batch.
 
     With one process, one micro-batch and no ``assigner``, the losses equal Detectron2's. With an
@@ -57,6 +58,7 @@ class SyncRetinaNet(SemiSupervisedDetector, RetinaNet):
         return {
             **super().from_config(cfg),
             "pseudo_label_loss": DensePseudoLabelLoss.from_config(cfg),
+            "kept_class_loss": KeptClassLoss.from_config(cfg),
             "assigner": assigner,
             "giou_weight": node.GIOU_WEIGHT,
         }

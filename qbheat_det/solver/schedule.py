@@ -7,10 +7,12 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import torch
 from detectron2.config import CfgNode
+from detectron2.solver import LRMultiplier
 from detectron2.solver import build as detectron2_build
+from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from qbheat_det.config import Rules, at_least, check_values, one_of, with_values
 from qbheat_det.core.errors import UserError
@@ -185,13 +187,72 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
     return "\n".join(lines)
 
 
-def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
+class MovableLR(LRMultiplier):
+    """Detectron2's scheduler, for a run whose end can move.
+
+    The learning rate is a function of the share of the run that is done. When the end moves, this
+    share does not jump. From there on, it rises evenly to 1 at the new end.
+
+    Attributes:
+        end: number of iterations of the run.
+    """
+
+    def __init__(self, optimizer: Optimizer, multiplier: Any, max_iter: int) -> None:
+        """The arguments are those of ``LRMultiplier``."""
+        self.end = max_iter
+        self._planned_end = max_iter
+        self._moved_at = 0  # iteration of the last move
+        self._share_then = 0.0  # share of the run that was done at the last move
+        super().__init__(optimizer, multiplier, max_iter)
+
+    @property
+    def share(self) -> float:
+        """Share of the run that is done, from 0 to 1."""
+        steps = self.last_epoch - self._moved_at
+        num_steps = max(1, self.end - self._moved_at)
+        return min(1.0, self._share_then + (1 - self._share_then) * steps / num_steps)
+
+    def move_end(self, end: int) -> None:
+        """Makes the run end after ``end`` iterations, of which the present one is the least."""
+        self._share_then = self.share
+        self._moved_at = self.last_epoch
+        self.end = end
+
+    def get_lr(self) -> list[float]:
+        multiplier = self._multiplier(self.share)
+        return [base_lr * multiplier for base_lr in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of ``LRMultiplier``, and where the end was moved."""
+        return {
+            **super().state_dict(),
+            "end": self.end,
+            "planned_end": self._planned_end,
+            "moved_at": self._moved_at,
+            "share_then": self._share_then,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores ``state_dict``. Moves are forgotten if the run has another length by now."""
+        super().load_state_dict({key: state_dict[key] for key in ("base_lrs", "last_epoch")})
+        if state_dict["planned_end"] != self._planned_end:
+            return
+        self.end = state_dict["end"]
+        self._moved_at = state_dict["moved_at"]
+        self._share_then = state_dict["share_then"]
+
+
+def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> MovableLR:
     """Builds Detectron2's ``SOLVER.LR_SCHEDULER_NAME`` for a result of ``resolve_schedule``.
 
     Steps without an effect are removed, because Detectron2 fails if one is ``SOLVER.MAX_ITER``.
     """
     pruned = with_values(cfg, {"SOLVER.STEPS": _effective_steps(cfg)})
-    return detectron2_build.build_lr_scheduler(pruned, optimizer)
+    # Detectron2 builds the course of the learning rate together with a scheduler, which would
+    # already change the learning rates of the optimizer.
+    stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+    course = detectron2_build.build_lr_scheduler(pruned, stand_in)._multiplier
+    return MovableLR(optimizer, course, cfg.SOLVER.MAX_ITER)
 
 
 def _effective_steps(cfg: CfgNode) -> tuple[int, ...]:

@@ -29,6 +29,8 @@ class Task(ABC):
     """Whether the model learns from the names of folders."""
     recipe: ClassVar[str]
     """Shipped config for commands that name none."""
+    sizes: ClassVar[Mapping[str, str]] = {}
+    """Shipped configs for GPUs by ``--size``; the first one is used on a GPU by default."""
     mappers: ClassVar[set[str]]
     """Values of ``INPUT.DATASET_MAPPER_NAME``. You can add the name of your own mapper."""
     set_names: ClassVar[tuple[str, str]]

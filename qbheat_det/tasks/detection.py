@@ -30,6 +30,11 @@ class Detection(Task):
     learns_from = "boxes"
     uses_boxes = True
     recipe = "custom/retinanet_lite0_finetune.yaml"
+    sizes: ClassVar[dict[str, str]] = {
+        "s": "custom/retinanet_lite0_gpu.yaml",  # first, as it needs no download
+        "m": "custom/retinanet_r50_coco_gpu.yaml",
+        "l": "custom/retinanet_convnext_gpu.yaml",
+    }
     mappers: ClassVar[set[str]] = {"default", "detr"}
     set_names = ("custom_train", "custom_val")
     data_flags = "name annotations with --data and --val"

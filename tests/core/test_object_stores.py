@@ -53,7 +53,9 @@ def test_a_folder_is_fetched_once_and_brought_up_to_date(store):
     files.pipe({"/set/a.txt": b"new", "/set/d.txt": b"four"})  # "new" is as long as "one"
     files.rm("/set/deep/b.txt")
     fetch.cache_clear()
-    fetch("memory://set")
+    with Path(folder, "a.txt").open("rb", buffering=0) as reader:
+        fetch("memory://set")
+        assert reader.read() == b"one"  # a reader keeps the old file
     assert _list(folder) == {"a.txt", "d.txt"}
     assert Path(folder, "a.txt").read_bytes() == b"new"
     assert len(downloads) == 4
@@ -110,8 +112,14 @@ def test_the_rest_of_an_interrupted_download_is_not_taken_for_data(store, monkey
         patch.setattr(type(files), "get", stop)
         with pytest.raises(KeyboardInterrupt):
             fetch("memory://set")
+    assert _list(folder) == {"b.txt"}
+    assert Path(folder, "b.txt").read_bytes() == b"true"
+    assert {path.suffix for path in Path(folder).parent.iterdir()} == {"", ".json", ".lock"}
+    files.pipe("/set/a.txt", b"text")
+    fetch("memory://set")
     assert _list(folder) == {"a.txt", "b.txt"}
     listed = {"/set/b.txt": old, "/set/": {"size": 0}}
+    fetch.cache_clear()
     fetch("memory://set")
     assert _list(folder) == {"b.txt"}
     assert Path(folder, "b.txt").read_bytes() == b"true"

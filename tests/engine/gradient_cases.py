@@ -17,8 +17,9 @@ from qbheat_det.config import get_config_path, load_config
 from qbheat_det.data import cut
 from qbheat_det.engine.launch import distribute
 from qbheat_det.engine.mean_teacher import MeanTeacher
+from qbheat_det.engine.old_detector import OldDetector
 from qbheat_det.engine.step import StepTrainer
-from qbheat_det.modeling.contracts import STRONG, UNLABELLED
+from qbheat_det.modeling.contracts import ANNOTATED_CLASSES, STRONG, UNLABELLED
 from qbheat_det.modeling.pretrain import QUADRANTS
 from qbheat_det.modeling.pretrain.wasserstein import DependencyDraw
 from tests.modeling.tiny_pretraining import make_tiny_config
@@ -50,6 +51,8 @@ class Case:
     accumulate: int = 1
     batch_statistics: bool = False  # else BatchNorm uses its running ones
     is_taught: bool = False  # each image brings one without labels
+    is_partly_annotated: bool = False  # each image is annotated for one class
+    keeps_classes: bool = False  # the first two of them, from another detector
 
 
 def on_timm(config, name):
@@ -82,6 +85,8 @@ def make_case_config(case, device):
     cfg.MODEL.MOBILE_FORMER.BLOCKS = BLOCKS
     cfg.SOLVER.IMS_PER_BATCH = len(case.batches[0])
     # Of two batches, so that the second step compares with keys of the first.
+    cfg.MODEL.KEEP_CLASSES.NUM = 2 * case.keeps_classes
+    cfg.MODEL.KEEP_CLASSES.MIN_SCORE = 0.005  # that of a new head is 0.01
     cfg.MODEL.MOCO.QUEUE_SIZE = 2 * cfg.SOLVER.IMS_PER_BATCH
     cfg.merge_from_list(list(case.opts))
     return cfg
@@ -115,22 +120,32 @@ def run_case(case, device="cpu"):
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     model = build_case(case, device)
     batches = [[make_image(index) for index in batch] for batch in case.batches]
+    if case.is_partly_annotated:
+        for image in itertools.chain(*batches):
+            image[ANNOTATED_CLASSES] = [image["label"]]
     mean_teacher = None
     if case.is_taught:
         mean_teacher = MeanTeacher(build_case(case, device).eval(), precision=None)
         for image in itertools.chain(*batches):
             other = make_image((int(image["label"]) + 3) % len(NUM_BOXES))
             image[UNLABELLED] = [{"image": other["image"], STRONG: other["image_key"]}]
+    old_detector = None
+    if case.keeps_classes:
+        other = build_case(case, device)
+        for parameter in other.parameters():
+            parameter.data.mul_(1.1)
+        old_detector = OldDetector(other, precision=None)
     return take_steps(
         model,
         batches,
         accumulate=case.accumulate,
         batch_statistics=case.batch_statistics,
         mean_teacher=mean_teacher,
+        old_detector=old_detector,
     )
 
 
-def take_steps(model, batches, *, accumulate=1, batch_statistics=False, mean_teacher=None):
+def take_steps(model, batches, *, accumulate=1, batch_statistics=False, **teachers):
     """Takes a step of each batch, of which this process has its share, without learning.
 
     Returns:
@@ -147,7 +162,7 @@ def take_steps(model, batches, *, accumulate=1, batch_statistics=False, mean_tea
         torch.optim.SGD(model.parameters(), lr=0.0),
         batch_size=len(batches[0]),
         accumulate=accumulate,
-        mean_teacher=mean_teacher,
+        **teachers,
     )
     for norm in norms:
         norm.train(batch_statistics)

@@ -64,7 +64,26 @@ EXACT_CASES = (
         f"MoCo, {kind}": Case(MOCO, **KINDS[kind])
         for kind in ("a partly frozen backbone", "micro-batches of one image")
     }
-    | {"RetinaNet with unlabelled images": Case(RETINANET, UNEVEN, accumulate=2, is_taught=True)}
+    | {
+        "RetinaNet with unlabelled images": Case(RETINANET, UNEVEN, accumulate=2, is_taught=True),
+        "RetinaNet on partial labels": Case(
+            RETINANET, UNEVEN, accumulate=2, is_partly_annotated=True
+        ),
+        "RetinaNet that keeps classes": Case(
+            RETINANET, UNEVEN, accumulate=2, is_partly_annotated=True, keeps_classes=True
+        ),
+        "MF-DETR that keeps classes": Case(
+            MF_DETR,
+            UNEVEN,
+            SELECTED_QUERIES,
+            accumulate=2,
+            is_partly_annotated=True,
+            keeps_classes=True,
+        ),
+        "MF-DETR on partial labels": Case(
+            MF_DETR, UNEVEN, SELECTED_QUERIES, accumulate=2, is_partly_annotated=True
+        ),
+    }
 )
 SYNCED, LOCAL = "synchronised BatchNorm", "BatchNorm of each process"
 SYNC_BN = ("MODEL.MOBILE_FORMER.NORM", "naiveSyncBN_N", "MODEL.MF_DETR.NORM", "naiveSyncBN_N")

@@ -55,6 +55,20 @@ def test_outputs_and_gradients_are_those_of_pytorch(make, dtype):
         assert_close(computed, expected, rtol=0, atol=limit)
 
 
+@pytest.mark.parametrize("width", [1, 2, 3, 5])
+@pytest.mark.parametrize("side", [7, 11])
+def test_columns_of_a_wide_weight_may_read_nothing_but_padding(side, width):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(8, 8, side, padding=side // 2, groups=8)).double()
+    fast = copy.deepcopy(plain)
+    optimize(fast, "cpu_training")
+    assert count_fast_layers(fast) == 1
+    x = torch.randn(2, 8, 4, width, dtype=torch.float64)
+    for model in (plain, fast):
+        model(x).square().sum().backward()
+    assert_close(fast[0].weight.grad, plain[0].weight.grad)
+
+
 def test_other_convolutions_stay_plain():
     model = nn.Sequential(*PLAIN)
     optimize(model, "cpu_training")

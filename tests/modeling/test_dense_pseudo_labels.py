@@ -10,8 +10,8 @@ from detectron2.utils.events import EventStorage
 from torch.testing import assert_close
 
 from qbheat_det.modeling.contracts import PSEUDO_LABELS, STRONG, UNLABELLED
+from qbheat_det.modeling.dense_predictions import DensePredictions
 from qbheat_det.modeling.dense_pseudo_labels import (
-    DensePredictions,
     DensePseudoLabelLoss,
     DensePseudoLabels,
 )

@@ -38,6 +38,40 @@ def test_help_names_every_command_and_each_has_its_tool():
     assert "--data" in run.stdout
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "predict --weights nowhere.pt --images .",
+        "predict --weights retinanet/nowhere --images .",
+        "predict --weights distill/285M --images . --config-file nowhere.yaml",
+        "embed --weights nowhere --images . --output vectors.npz",
+        "train --data . --config-file custom/nowhere.yaml",
+        "train --data nowhere",
+        "evaluate --data . --weights nowhere",
+        "inspect --data . --weights nowhere",
+        "select --images . --budget 1 --output next --encoder nowhere",
+        "probe --data . --val . --weights nowhere",
+        "compare --data . --val nowhere --epochs 1 --output compared",
+        "report label=nowhere",
+        "export --shared-encoder --weights name=nowhere --output files",
+        "export --weights distill/285M --int8-images nowhere --output file.onnx",
+        "convert --weights nowhere --to MobileFormer --output file.safetensors",
+        "serve --weights nowhere.onnx",
+        "app --weights distill/285M nowhere",
+    ],
+)
+def test_inputs_that_do_not_exist_are_named_before_torch_is_imported(
+    command, tmp_path, monkeypatch
+):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{TOOLS.parent}")
+    monkeypatch.chdir(tmp_path)
+    run = _run(*command.split())
+    assert run.returncode == 2
+    assert "nowhere" in run.stderr
+    assert "torch" not in run.stderr
+
+
 TOOL_WITH_PROCESSES = """
 import multiprocessing
 import sys

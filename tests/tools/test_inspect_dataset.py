@@ -24,7 +24,7 @@ from qbheat_det.analysis.datasets import (
 )
 from qbheat_det.config import get_cfg, load_config
 from qbheat_det.engine import RunFlags
-from qbheat_det.engine.run_data import open_sources
+from qbheat_det.engine.opened_sources import open_sources
 from qbheat_det.tasks import DETECTION
 from tests.tool_modules import load_tool, refuse
 from tests.toy_set import draw_toy_set
@@ -157,7 +157,7 @@ def test_sizes_are_those_of_the_main_picture_of_a_file(save, tmp_path, monkeypat
     monkeypatch.setattr(datasets, "add_heading", lambda image, text: headings.append(text) or image)
     cfg = load_config(CONFIG)
     sources = open_sources(RunFlags(data=str(write_yolo(tmp_path, save))))
-    (source,) = list_sources(cfg, sources)
+    (source,) = list_sources(cfg, RunFlags(), sources)
     found = inspect_dataset(source, cfg)
     assert found.errors == []
     assert [(one["width"], one["height"]) for one in found.records] == [(400, 640)]

@@ -8,7 +8,7 @@ counts the used and left out boxes in an ``Account``.
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from qbheat_det.data.checks import DataError, short
 from qbheat_det.data.images import read_sizes
 
 from .account import OF_LEFT_OUT_IMAGES, Account, LeftOut
+from .annotated import join_keys
 from .file_tree import FileTree, fold
 from .formats import Labels
 from .image_suffixes import describe_format, is_image_name, suffix_of
@@ -42,6 +43,7 @@ class Annotations:
         broken: paths of the images that ``leave_out`` has removed.
         label_files: maps names of images to the file that has only their labels.
         clipped: maps names of images to the locations of their clipped boxes.
+        sets: maps names of images to their data set, if several are joined.
     """
 
     origin: str
@@ -55,6 +57,7 @@ class Annotations:
     broken: list[str] = field(default_factory=list, repr=False)
     label_files: dict[str, str] = field(default_factory=dict, repr=False)
     clipped: dict[str, list[str]] = field(default_factory=dict, repr=False)
+    sets: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -96,16 +99,7 @@ class Annotations:
         notes = []
         if unused and used:
             notes.append(f"'{self.origin}': classes without a box: {join_first(unused)}")
-        spellings: dict[str, list[str]] = {}
-        for name in self.class_names:
-            spellings.setdefault("".join(fold(name).split()), []).append(name)
-        for names in spellings.values():
-            if len(set(names)) > 1:
-                shown = ", ".join(map(repr, names))
-                notes.append(f"'{self.origin}': these are different classes: {shown}")
-            elif len(names) > 1:
-                notes.append(f"'{self.origin}': {len(names)} classes have the name {names[0]!r}")
-        return notes
+        return notes + note_spellings(self.class_names, self.origin)
 
     def leave_out(self, errors: Mapping[str, DataError]) -> None:
         """Removes images, and their boxes, by file name. Their errors are added to the account."""
@@ -132,6 +126,16 @@ class Annotations:
         ]
         self.original = ""
 
+    def find_names(self, names: Iterable[str]) -> frozenset[str]:
+        """Returns the names of the images with these names or paths."""
+        given = frozenset(names)
+        return frozenset(
+            image["file_name"]
+            for image in self.images
+            if image["file_name"] in given
+            or os.path.join(self.image_root, image["file_name"]) in given
+        )
+
     def keep(self, file_names: Collection[str] | None = None) -> dict[str, list[Entry]]:
         """Returns COCO's three lists by name, restricted to the images ``file_names`` if given."""
         images = self.images
@@ -141,6 +145,21 @@ class Annotations:
             ids = {image["id"] for image in images}
             annotations = [entry for entry in annotations if entry["image_id"] in ids]
         return {"images": images, "annotations": annotations, "categories": self.categories}
+
+
+def note_spellings(class_names: Sequence[str], origin: str) -> list[str]:
+    """Returns notes about equal names of classes, and names that differ in case or spaces only."""
+    notes = []
+    spellings: dict[str, list[str]] = {}
+    for name in class_names:
+        spellings.setdefault("".join(fold(name).split()), []).append(name)
+    for names in spellings.values():
+        if len(set(names)) > 1:
+            shown = ", ".join(map(repr, names))
+            notes.append(f"'{origin}': these are different classes: {shown}")
+        elif len(names) > 1:
+            notes.append(f"'{origin}': {len(names)} classes have the name {names[0]!r}")
+    return notes
 
 
 _KINDS_OF_ERRORS = {
@@ -166,6 +185,7 @@ def build_annotations(
         origin: path of the data set, for messages.
         account: account of the data set, to which used and left out items are added.
     """
+    num_entries = len(labels.images)
     _join_repeated(labels, account)
     _leave_out_unread(tree, labels.images)
     if not labels.problem:  # images without labels need no size
@@ -216,7 +236,7 @@ def build_annotations(
         builder.is_changed
         or bool(labels.notes)
         or bool(labels.left_out)
-        or len(result.images) < len(labels.images)
+        or len(result.images) < num_entries
     )
     if labels.is_original and not is_changed:
         result.original = labels.files[0]
@@ -265,6 +285,7 @@ def _join_repeated(labels: Labels, account: Account) -> None:
                     box for box in image.boxes if (box.class_name, box.xywh) not in known_boxes
                 ]
                 first.left_out_boxes += image.left_out_boxes
+                first.fields = join_keys(first.fields, image.fields)
                 num_joined += 1
                 continue
             reason = f"the labels of '{file}' are those in '{first.entry_file}'"

@@ -24,14 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.data.datasets import register_coco_instances
+from detectron2.data.datasets import load_coco_json
 
 from qbheat_det.core.errors import UserError, refuse_unreadable
 from qbheat_det.core.files import file_lock, get_cache_dir, parse_record
 from qbheat_det.core.object_stores import fetch
 from qbheat_det.core.text import format_bytes
+from qbheat_det.modeling.contracts import ANNOTATED_CLASSES
 
 from .account import Account, Item, LeftOut
+from .annotated import find_annotated, mentions_keys
 from .annotations import Annotations, build_annotations
 from .file_tree import FileTree, is_below
 from .formats import FORMATS, Labels
@@ -44,6 +46,7 @@ from .image_folder import (
     register_image_folders,
 )
 from .image_suffixes import describe_format
+from .joining import join_annotations
 from .labelled_image import LabelledImage
 from .layout import holds_labels, part_of, sort_into_parts
 from .recognition import KINDS, Recognized, choose_parts, recognize
@@ -54,6 +57,8 @@ CLASSES = "classes"
 """Name of the format of class folders, which has no boxes."""
 IMAGES = "images"
 """Name of the format of images without labels."""
+JOINED = "joined"
+"""Name of the format of several data sets with boxes."""
 _TITLES = {CLASSES: "class folders", IMAGES: "image folders"}
 _MAX_EXPANSION = 200  # ratio of the unpacked size to the size of a zip
 
@@ -63,7 +68,7 @@ class Source:
     """How to read a part of a data set. It is saved as JSON with each run.
 
     Attributes:
-        format: a key of ``FORMATS``, "classes" (class folders) or "images" (no labels).
+        format: a key of ``FORMATS``, "classes" (class folders), "images" (no labels) or "joined".
         path: file or folder of the data set, as it was given.
         part: "train", "val", or "all" if the data set has no parts.
         image_root: folder of the images of a label file; "" for the folder of the file.
@@ -71,6 +76,9 @@ class Source:
         labelled: whether to read the boxes or classes.
         classes: names of the classes, if the label files do not list them; () for the classes of
             the boxes.
+        joined: the sources of several data sets that are joined; () for one data set. ``format`` is
+            then "joined", and ``classes`` has the joined classes.
+        renamed: pairs of a class name in the data sets and its name in ``classes``.
         split_file: path of a ``split.json`` that lists the images to use; "" to use all images.
         split_part: the list in this file, "train" or "val".
     """
@@ -82,12 +90,16 @@ class Source:
     folders: tuple[str, ...] = ()
     labelled: bool = True
     classes: tuple[str, ...] = ()
+    joined: "tuple[Source, ...]" = ()
+    renamed: tuple[tuple[str, str], ...] = ()
     split_file: str = ""
     split_part: str = ""
 
     @property
     def title(self) -> str:
         """Name of the format for users, such as "YOLO"."""
+        if self.joined:
+            return " and ".join(dict.fromkeys(source.title for source in self.joined))
         if self.has_boxes:
             return FORMATS[self.format].title
         return _TITLES[self.format]
@@ -95,7 +107,25 @@ class Source:
     @property
     def has_boxes(self) -> bool:
         """Whether the format has boxes."""
-        return self.format in FORMATS
+        return self.format in FORMATS or bool(self.joined)
+
+    @property
+    def lists_classes(self) -> bool:
+        """Whether the classes are known without the boxes."""
+        return bool(self.joined) or (self.has_boxes and FORMATS[self.format].lists_classes)
+
+    @classmethod
+    def join(
+        cls, sources: "Sequence[Source]", classes: Sequence[str], class_map: Mapping[str, str]
+    ) -> "Source":
+        """Returns the source of several data sets with boxes, see ``join_annotations``."""
+        return cls(
+            JOINED,
+            " + ".join(source.path for source in sources),
+            classes=tuple(classes),
+            joined=tuple(sources),
+            renamed=tuple(class_map.items()),
+        )
 
     def without_labels(self) -> "Source":
         """Returns the source of the images alone."""
@@ -103,7 +133,7 @@ class Source:
 
     def with_classes(self, classes: Sequence[str]) -> "Source":
         """Returns the source with these classes, or itself if its label files list the classes."""
-        if not classes or not self.has_boxes or FORMATS[self.format].lists_classes:
+        if not classes or not self.has_boxes or self.lists_classes:
             return self
         return dataclasses.replace(self, classes=tuple(classes))
 
@@ -118,6 +148,8 @@ class Source:
             value = getattr(self, attribute.name)
             if value != attribute.default:
                 content[attribute.name] = list(value) if isinstance(value, tuple) else value
+        if self.joined:
+            content["joined"] = [source.to_json() for source in self.joined]
         return content
 
     @classmethod
@@ -296,6 +328,9 @@ def read_annotations(source: Source) -> Annotations:
     Raises:
         UserError: the label files cannot be read, or have no such part any more.
     """
+    if source.joined:
+        members = [read_annotations(member) for member in source.joined]
+        return join_annotations(members, source.classes, dict(source.renamed))[0]
     data_set = _read(source.path, source.image_root, source.format, source.classes)
     if source.part not in data_set.parts:
         raise UserError(f"'{source.path}' has no part '{source.part}' any more")
@@ -619,8 +654,28 @@ def register_coco_json(name: str, json_file: PathLike, image_root: PathLike) -> 
     """Registers a COCO file. Raises a ``UserError`` if the name is in use for other files."""
     path = os.path.abspath(json_file)
     root = os.path.abspath(image_root)
-    if is_new(name, json_file=path, image_root=root, unlabelled=None):
-        register_coco_instances(name, {}, path, root)
+    if not is_new(name, json_file=path, image_root=root, unlabelled=None):
+        return
+    DatasetCatalog.register(name, lambda: load_coco_records(path, root, name))
+    MetadataCatalog.get(name).set(json_file=path, image_root=root, evaluator_type="coco")
+
+
+def load_coco_records(json_file: str, image_root: str, name: str) -> list[dict[str, Any]]:
+    """Returns the records of a COCO file, as Detectron2 reads them, with ``ANNOTATED_CLASSES``.
+
+    A record has this key if not all classes are annotated in its image. ``name`` is that of the
+    data set, whose metadata get the classes.
+    """
+    records: list[dict[str, Any]] = load_coco_json(json_file, image_root, name)
+    if not mentions_keys(json_file):
+        return records
+    annotated = find_annotated(json.loads(Path(json_file).read_bytes()))
+    index_of_id = MetadataCatalog.get(name).thing_dataset_id_to_contiguous_id
+    for record in records:
+        ids = annotated.get(record["image_id"])
+        if ids is not None:
+            record[ANNOTATED_CLASSES] = sorted(index_of_id[id_] for id_ in ids)
+    return records
 
 
 def register_coco_images(name: str, json_file: PathLike, image_root: PathLike) -> None:

@@ -7,7 +7,6 @@ run, it uses the fingerprints to never validate on an image that the weights wer
 identify images that were moved or renamed.
 """
 
-import hashlib
 import json
 import os
 import random
@@ -19,17 +18,14 @@ from typing import Any
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
-from qbheat_det.data.images import run_threads
 
 from .annotations import Annotations
+from .fingerprints import fingerprint_images
 from .image_folder import load_image_folders
 from .sources import Source
 
 SPLIT_FILE = "split.json"
 SEEN_FILE = "seen_images.json"
-# A large file is read in evenly spaced blocks.
-_NUM_BLOCKS = 16
-_BLOCK_SIZE = 4096  # bytes
 
 
 @dataclass(frozen=True)
@@ -63,36 +59,6 @@ class SeenImages:
         """Adds the fingerprints of another run. An image in both is a training image."""
         seen = self.train | frozenset(train)
         return SeenImages(seen, (self.val | frozenset(val)) - seen)
-
-
-def fingerprint_images(paths: Sequence[str]) -> dict[str, str]:
-    """Maps each path to the fingerprint of the file. Files that cannot be read are left out.
-
-    A fingerprint is a hash of the file's size and content. Of large files, only 64 KiB are hashed.
-    """
-    fingerprints = run_threads(_fingerprint, paths, "Reading fingerprints")
-    return {
-        path: fingerprint
-        for path, fingerprint in zip(paths, fingerprints, strict=True)
-        if fingerprint is not None
-    }
-
-
-def _fingerprint(path: str) -> str | None:
-    """Returns the fingerprint of a file, or None if it cannot be read."""
-    try:
-        with open(path, "rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            digest = hashlib.blake2b(str(size).encode(), digest_size=12)
-            if size <= _NUM_BLOCKS * _BLOCK_SIZE:
-                digest.update(stream.read())
-            else:
-                for number in range(_NUM_BLOCKS):
-                    stream.seek(number * (size - _BLOCK_SIZE) // (_NUM_BLOCKS - 1))
-                    digest.update(stream.read(_BLOCK_SIZE))
-    except OSError:
-        return None
-    return digest.hexdigest()
 
 
 def split_source(
@@ -165,7 +131,12 @@ def _list_images(
         return names, paths, [record.get("label") for record in records]
     names = [image["file_name"] for image in annotations.images]
     paths = [os.path.join(annotations.image_root, name) for name in names]
-    return names, paths, group_by_rarest_class(annotations)
+    groups = group_by_rarest_class(annotations)
+    if annotations.sets:  # a share of each data set
+        groups = [
+            (annotations.sets[name], group) for name, group in zip(names, groups, strict=True)
+        ]
+    return names, paths, groups
 
 
 def choose_val(groups: Sequence[Hashable], *, fraction: float, seed: int) -> set[int]:

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torchvision.ops import box_convert, box_iou, generalized_box_iou
 
+from qbheat_det.modeling.annotated_classes import ignore_unannotated
 from qbheat_det.modeling.checks import check_value
 
 
@@ -34,20 +35,26 @@ class Targets:
         labels: classes (N, T), in [0, K).
         boxes: (N, T, 4), cxcywh in [0, 1] of the unpadded image.
         counts: number of boxes of each image, without padding.
+        is_annotated: (N, K), True where all objects of a class are labelled in an image. None if
+            all objects are.
     """
 
     labels: Tensor
     boxes: Tensor
     counts: tuple[int, ...]
+    is_annotated: Tensor | None = None
 
     @classmethod
-    def stack(cls, labels: list[Tensor], boxes: list[Tensor]) -> "Targets":
+    def stack(
+        cls, labels: list[Tensor], boxes: list[Tensor], is_annotated: Tensor | None = None
+    ) -> "Targets":
         """Pads and stacks the labels (T_i,) and boxes (T_i, 4) of each image."""
         return cls(
             labels=pad_sequence(labels, batch_first=True),
             # Boxes with an area, so that the IoU is not 0 / 0. These boxes are never matched.
             boxes=pad_sequence(boxes, batch_first=True, padding_value=1.0),
             counts=tuple(len(image_labels) for image_labels in labels),
+            is_annotated=is_annotated,
         )
 
 
@@ -308,6 +315,7 @@ class SetCriterion(nn.Module):
         if self.classification.reads_quality:
             overlaps = _paired_overlap(box_iou, predicted_boxes.detach(), true_boxes)
             quality[matched_queries] = overlaps
+        logits = ignore_unannotated(logits, targets.is_annotated, classes)
         class_losses = self.classification.loss(logits, classes, quality)  # (L, N, Q)
         l1_losses = (predicted_boxes - true_boxes).abs().sum(dim=-1)  # (P,)
         giou_losses = 1 - _paired_overlap(generalized_box_iou, predicted_boxes, true_boxes)  # (P,)

@@ -3,6 +3,7 @@
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -10,6 +11,14 @@ import numpy as np
 from qbheat_det.core.errors import UserError
 from qbheat_det.data.checks import are_numbers, short
 from qbheat_det.data.datasets.account import LeftOut
+from qbheat_det.data.datasets.annotated import (
+    NEGATIVE_IDS,
+    check_keys,
+    complete_keys,
+    join_keys,
+    select_annotated,
+    set_annotated,
+)
 from qbheat_det.data.datasets.file_tree import FileTree
 from qbheat_det.data.datasets.label_kinds import LabelKind, json_object
 from qbheat_det.data.datasets.labelled_image import MARGIN, Box, LabelledImage
@@ -66,6 +75,9 @@ def read_coco(tree: FileTree, labels: LabelSet, part: str) -> Labels:
     result.notes.append(f"these files are joined: {joined}")
     names = dict.fromkeys(str(entry["name"]) for file in files for entry in file.categories)
     result.categories = [{"id": id_, "name": name} for id_, name in enumerate(names, start=1)]
+    id_of_name = {name: id_ for id_, name in enumerate(names, start=1)}
+    for file in files:
+        file.renumber_annotated(id_of_name)
     for image in result.images:
         image.id = None
         image.boxes = [box._replace(class_index=None) for box in image.boxes]
@@ -151,13 +163,20 @@ class _CocoFile:
                 self.images.append(image)
                 continue
             is_same_image = first is not None and bool(image.file) and image.file == first.file
-            if is_same_image:
+            if first is not None and is_same_image:
+                joined = join_keys(first.fields, image.fields)
+                if joined != first.fields:
+                    first.fields = joined
+                    self.notes.append(f"{image.location}: lists of classes of two entries joined")
                 continue
             self.images.append(image)
             self._image_of_id[id_] = None
             for same_id in (first, image):
                 if same_id is not None and not same_id.exclusion:
                     same_id.leave_out("with the id of another", f"id {short(id_)} occurs twice")
+        if any(NEGATIVE_IDS in image.fields for image in self.images):
+            for image in self.images:
+                image.fields = complete_keys(image.fields)
         if any(image.id is None for image in self.images if not image.exclusion):
             self.notes.append(f"'{self.path}' has ids of images that are no numbers: new ones")
         if any(isinstance(entry, dict) and "split" in entry for entry in entries):
@@ -184,12 +203,28 @@ class _CocoFile:
         image.name = name
         if is_number:
             image.id = id_
+        if self.categories:
+            check_keys(entry, self._index_of_category, image.location)
         image.fields = entry
         width = entry.get("width")
         height = entry.get("height")
         if _is_side(width) and _is_side(height):
             image.size = (width, height)
         return image
+
+    def renumber_annotated(self, id_of_name: Mapping[str, int]) -> None:
+        """Replaces the ids of categories in the entries of images by those of joined files."""
+        new_ids = {entry["id"]: id_of_name[str(entry["name"])] for entry in self.categories}
+        every_id = frozenset(new_ids)
+        for image in self.images:
+            ids_of_boxes = {self.categories[box.class_index or 0]["id"] for box in image.boxes}
+            ids = select_annotated(image.fields, ids_of_boxes, every_id)
+            joined = id_of_name.values()
+            if ids == every_id:  # as without keys
+                image.fields = set_annotated(image.fields, joined, joined)
+            else:
+                renumbered = {new_ids[id_] for id_ in ids}
+                image.fields = set_annotated(image.fields, renumbered, joined)
 
     def _find_image(self, id_: object) -> LabelledImage | None:
         """Returns the image with an id, or None if no image or several images have it."""
