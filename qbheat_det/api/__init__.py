@@ -7,7 +7,7 @@ and that draw and write boxes.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qbheat_det.checkpoint import find_weights
 from qbheat_det.core.errors import UserError
@@ -29,6 +29,9 @@ from qbheat_det.inference.results import (
 
 from .detector import Detector
 from .encoder import Encoder
+
+if TYPE_CHECKING:
+    from qbheat_det.engine.run_flags import Paths
 
 __all__ = [
     "PREDICTION_LIMITS",
@@ -95,7 +98,7 @@ def load(
 
 @names_keywords
 def train(
-    data: str | Path,
+    data: "Paths",
     *,
     minutes: float | None = None,
     epochs: float | None = None,
@@ -107,7 +110,8 @@ def train(
     """Trains a detector on a data set with the default recipe, like ``qbheat train``, and opens it.
 
     Args:
-        data: data set with boxes, in any format of ``--data``; or class folders, for a classifier.
+        data: data set with boxes, in any format of ``--data``, or several (``RunFlags``); or class
+            folders, for a classifier.
         minutes: duration for which epochs and image size are chosen.
         epochs: number of passes over the images; by default that of the recipe.
         output: folder of the run; by default a new folder in ``output/``.

@@ -36,6 +36,7 @@ from .encoder import Trained
 
 if TYPE_CHECKING:
     from qbheat_det.analysis.run import Run
+    from qbheat_det.engine.run_flags import Paths
 
 
 class Detector(NamesAttributes, Trained):
@@ -167,14 +168,16 @@ class Detector(NamesAttributes, Trained):
 
     @names_keywords
     def evaluate(
-        self, data: str | Path, *, images: str | Path = "", tile: int | None = None
+        self, data: "Paths", *, images: "Paths" = "", tile: int | None = None
     ) -> dict[str, float]:
         """Returns COCO's box metrics on a data set, like ``qbheat evaluate``.
 
         Args:
-            data: data set with boxes, in any format of ``--data``. If it has a validation part,
-                only this part is used.
-            images: folder of the images, if they are not in the folder of a COCO json.
+            data: data set with boxes, in any format of ``--data``, or several. If it has a
+                validation part, only this part is used. If it has some of the detector's classes
+                only, detections of the others are ignored.
+            images: folder of the images, if they are not in the folder of a COCO json; one for each
+                data set.
             tile: side of tiles in pixels, as in ``predict``. Boxes of an image's tiles are merged
                 before AP is computed.
 
@@ -187,8 +190,8 @@ class Detector(NamesAttributes, Trained):
         self._require_weights("evaluate", deployed=False)
         with tempfile.TemporaryDirectory(prefix="qbheat_evaluate_") as folder:
             flags = RunFlags(
-                data=str(data),
-                images=str(images) or (),
+                data=data,
+                images=images or (),
                 weights=self.weights,
                 output=folder,
                 eval_only=True,
@@ -200,7 +203,7 @@ class Detector(NamesAttributes, Trained):
     @names_keywords
     def train(
         self,
-        data: str | Path,
+        data: "Paths",
         *,
         epochs: float | None = None,
         minutes: float | None = None,
@@ -211,8 +214,9 @@ class Detector(NamesAttributes, Trained):
         """Fine-tunes the detector on a data set, and replaces its weights by the trained ones.
 
         Args:
-            data: data set with boxes, in any format of ``--data``. The detector gets the classes of
-                this data set. Classes with the same name keep their weights.
+            data: data set with boxes, in any format of ``--data``, or several (``RunFlags``). The
+                detector gets the classes of the data. Classes with the same name keep their
+                weights. With the flag ``keep_classes=True``, it keeps all of its classes.
             epochs: number of passes over the images; by default 20, if ``minutes`` is not given.
             minutes: duration for which epochs and image size are chosen.
             output: folder of the run; by default a new folder in ``output/``.

@@ -41,6 +41,7 @@ from qbheat_det.engine import (
 )
 from qbheat_det.engine.logs import removes_empty_run
 from qbheat_det.engine.minutes import fit_minutes
+from qbheat_det.engine.run_flags import Paths
 from qbheat_det.engine.run_record import (
     LOCK_FILE,
     find_duration,
@@ -52,6 +53,7 @@ from qbheat_det.engine.run_record import (
 logger = logging.getLogger(__name__)
 # Figures of a report in addition to the curves, by task.
 _FIGURES = {"detection": ("detections",), "classification": ("classes",)}
+_TITLES = {"detection": "A detector", "classification": "A classifier"}
 _NUM_PICTURES = 12  # number of images in a report
 
 
@@ -80,9 +82,7 @@ def _find_free(folder: Path) -> Path:
     return path
 
 
-def make_flags(
-    data: str | Path, folder: Path, overrides: Mapping[str, Any], **flags: Any
-) -> RunFlags:
+def make_flags(data: Paths, folder: Path, overrides: Mapping[str, Any], **flags: Any) -> RunFlags:
     """Returns the flags of a run in ``folder``. ``overrides`` are values by config key.
 
     Raises:
@@ -95,7 +95,7 @@ def make_flags(
     unknown = flags.keys() - known
     if unknown:
         raise UserError(f"train() has no argument '{min(unknown)}': use {', '.join(sorted(known))}")
-    return RunFlags(data=str(data), output=str(folder), opts=opts, **flags)
+    return RunFlags(data=data, output=str(folder), opts=opts, **flags)
 
 
 def plan_run(flags: RunFlags) -> list[Stage]:
@@ -266,8 +266,8 @@ def write_run_report(cfg: CfgNode) -> Path:
     run = Run.open(folder, label=folder.resolve().name, device=model.DEVICE)
     names = [*_FIGURES.get(run.task.name, ()), "curves"]
     title = model.META_ARCHITECTURE
-    if model.CLASS_NAMES:
-        title += f": {join_first(model.CLASS_NAMES)}"
+    if run.task.name in _TITLES and model.CLASS_NAMES:
+        title = f"{_TITLES[run.task.name]} of {join_first(model.CLASS_NAMES)}"
     num_steps = _count_steps(folder / LAST_WEIGHTS)
     lead = f"Trained for {num_steps:,} steps of {cfg.SOLVER.IMS_PER_BATCH} images"
     if seconds is not None:

@@ -201,7 +201,7 @@ class Trainer(DefaultTrainer):
         before = check_same_config(saved, self.cfg)
         self.checkpointer.resume(self.resumed_from)
         self.start_iter = self.iter + 1
-        weights = before.get("MODEL.WEIGHTS", self.cfg.MODEL.WEIGHTS)  # of the run's start
+        weights = str(before.get("MODEL.WEIGHTS", self.cfg.MODEL.WEIGHTS))  # of the run's start
         self.cfg = with_values(self.cfg, {"SEED": self.seed, "MODEL.WEIGHTS": weights})
         self.cfg.freeze()
         if self._old_detector:

@@ -7,12 +7,14 @@ and predicts on the other half. ``suspects`` compares the predictions with the l
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torchvision.ops import box_iou
 
 from qbheat_det.api import Detector, Encoder, load
 from qbheat_det.api.training import train_afresh
@@ -23,7 +25,7 @@ from qbheat_det.data.datasets.splits import choose_val, group_by_rarest_class
 from qbheat_det.engine import RunFlags
 from qbheat_det.engine.run_flags import FREEZE_ALL
 
-from .labels import Labels, LabelSuspect, open_labels, stack_boxes
+from .labels import ImageBoxes, Labels, LabelSuspect, open_labels, stack_boxes
 from .suspects import Labelled, Suspect, calibrate, find_suspects
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ _MOBILE_FORMER_RECIPE = "custom/cached_retinanet_285M_probe.yaml"
 _MIN_PROBABILITY = 0.1  # of listed suspects: a person looks at ten suspects to find an error
 _MIN_LISTED = 20
 _MAX_LISTED = 200
+_SAME_IOU = 0.5  # smallest IoU of two boxes of one object
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,35 @@ def inspect_labels(
         predictions, ap50 = predict_halves(labels, folder, recipe, seed, opts)
     annotations = labels.list_annotations()
     truth = [stack_boxes(entries) for entries in annotations]
-    suspects = calibrate(find_suspects(truth, predictions), truth, predictions, seed)
+    unannotated = labels.find_unannotated()
+    predictions = drop_unannotated(predictions, truth, unannotated)
+    suspects = [
+        suspect
+        for suspect in calibrate(find_suspects(truth, predictions), truth, predictions, seed)
+        if suspect.kind != "missing" or suspect.label not in unannotated[suspect.image]
+    ]
     described = [describe_suspect(labels, annotations, suspect) for suspect in suspects]
     return labels, described, ap50
+
+
+def drop_unannotated(
+    predictions: Labelled, truth: Labelled, unannotated: Sequence[Collection[int]]
+) -> Labelled:
+    """Drops predictions that may show objects which were not to be labelled.
+
+    Args:
+        predictions: predicted boxes of each image.
+        truth: annotated boxes of each image.
+        unannotated: ids of the classes that are not annotated in each image. Their predictions are
+            kept only where they overlap an annotated box with an IoU of at least 0.5.
+    """
+    kept = []
+    for predicted, annotated, classes in zip(predictions, truth, unannotated, strict=True):
+        is_kept = ~torch.isin(predicted.classes, torch.tensor(sorted(classes), dtype=torch.long))
+        if len(annotated.boxes):
+            is_kept |= box_iou(predicted.boxes, annotated.boxes).amax(dim=1) >= _SAME_IOU
+        kept.append(ImageBoxes(*(values[is_kept] for values in predicted)))
+    return kept
 
 
 def warn_of_seen_images(labels: Labels, trained: Detector | Encoder) -> None:
