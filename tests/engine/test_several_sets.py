@@ -12,6 +12,7 @@ from qbheat_det.analysis.run import Run
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import RunFlags, Trainer, assemble_run, setup
 from qbheat_det.modeling.contracts import ANNOTATED_CLASSES
+from tests.tool_modules import load_tool
 from tests.toy_set import draw_toy_set
 
 from .classifier_cases import make_classes
@@ -140,6 +141,16 @@ def test_copies_of_an_image_get_the_labels_of_all_sets_and_one_side(sets):
         assert len(new) == sum(one["category_id"] > 4 for one in added)
     notes = [note for account in data.accounts.values() for note in account.notes]
     assert sum("in several data sets" in note for note in notes) == 2
+
+
+def test_inspection_speaks_of_all_sets(sets, capsys):
+    shutil.copy(sets / "a" / "valid" / "000007.jpg", sets / "b" / "000010.jpg")
+    words = ["--data", "a", "--data", "b/b.json", "--output", "inspection", "--num-samples", "0"]
+    assert load_tool("inspect_dataset").main(words) == 0  # the copy is no training image
+    text = capsys.readouterr().out
+    assert "Used: 20 images" in text
+    assert "train: of 18 images, annotated for shape 1 6, " in text
+    assert f"Training holds out 20% of '{sets}/b/b.json'." in text
 
 
 def test_synonyms_and_validation_data_of_some_classes(sets):
