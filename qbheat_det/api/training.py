@@ -53,6 +53,7 @@ from qbheat_det.engine.run_record import (
 logger = logging.getLogger(__name__)
 # Figures of a report in addition to the curves, by task.
 _FIGURES = {"detection": ("detections",), "classification": ("classes",)}
+_TITLES = {"detection": "A detector", "classification": "A classifier"}
 _NUM_PICTURES = 12  # number of images in a report
 
 
@@ -265,8 +266,8 @@ def write_run_report(cfg: CfgNode) -> Path:
     run = Run.open(folder, label=folder.resolve().name, device=model.DEVICE)
     names = [*_FIGURES.get(run.task.name, ()), "curves"]
     title = model.META_ARCHITECTURE
-    if model.CLASS_NAMES:
-        title += f": {join_first(model.CLASS_NAMES)}"
+    if run.task.name in _TITLES and model.CLASS_NAMES:
+        title = f"{_TITLES[run.task.name]} of {join_first(model.CLASS_NAMES)}"
     num_steps = _count_steps(folder / LAST_WEIGHTS)
     lead = f"Trained for {num_steps:,} steps of {cfg.SOLVER.IMS_PER_BATCH} images"
     if seconds is not None:

@@ -9,6 +9,7 @@ import email
 from email.message import Message
 
 _MAX_HEAD = 8192  # bytes before the content of a part
+_MAX_PARTS = 20  # a million tiny ones would take a minute
 
 
 class BadForm(Exception):
@@ -42,10 +43,14 @@ def read_file(body: bytearray, content_type: str) -> bytearray:
         raise BadForm("the form lacks its boundary")
     start += len(delimiter) - 2
     files = []
+    num_parts = 0
     while not body.startswith(b"--", start):  # which follow the last delimiter
         end = body.find(delimiter, start)
         if end < 0:
             raise BadForm("the form ends early")
+        num_parts += 1
+        if num_parts > _MAX_PARTS:
+            raise BadForm(f"the form has more than {_MAX_PARTS} parts")
         head_end = body.find(b"\r\n\r\n", start, min(end, start + _MAX_HEAD))
         if head_end < 0:
             raise BadForm("a part of the form has no header")

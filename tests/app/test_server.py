@@ -7,8 +7,6 @@ import io
 import json
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -33,9 +31,7 @@ from qbheat_det.app.server import BatchQueue, Budget, Limits, build_server, read
 from qbheat_det.core.errors import UserError
 from tests.data.pictures import make_jpeg_of_scans
 
-ROOT = Path(__file__).resolve().parents[2]
-CELLS = (ROOT / "docs" / "cells.jpg").read_bytes()
-ENTRY = "retinanet/285M_bccd"
+from .server_process import CELLS, ENTRY, ROOT, server_process
 
 
 @pytest.fixture(scope="module")
@@ -275,20 +271,6 @@ def test_what_is_no_detector_and_a_taken_port_are_named():
         serve(ENTRY, port=99999)
     with pytest.raises(UserError, match="host is empty"):
         serve(ENTRY, host="", port=0)
-
-
-@contextlib.contextmanager
-def server_process():
-    """Runs ``qbheat serve``, and yields the process and its port."""
-    command = [sys.executable, str(ROOT / "tools" / "serve.py"), "--weights", ENTRY, "--port", "0"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
-        try:
-            assert process.stdout is not None
-            address = process.stdout.readline().split(" on ")[1].split(",")[0]
-            yield process, int(address.rpartition(":")[2])
-        finally:
-            process.kill()
 
 
 def _ask(port):
