@@ -23,6 +23,7 @@ from qbheat_det.inference.results import (
     render_annotations,
     save_annotations,
 )
+from qbheat_det.probing import LinearProbe, fit_penalised
 
 from .detector import Detector
 from .encoder import Encoder
@@ -37,11 +38,13 @@ __all__ = [
     "Encoder",
     "Format",
     "Image",
+    "LinearProbe",
     "UnreadableImage",
     "count_decoders",
     "embed_images",
     "find_inputs",
     "find_weights",
+    "fit_penalised",
     "get_class_color",
     "load",
     "load_detector",
