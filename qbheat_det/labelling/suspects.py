@@ -33,7 +33,7 @@ from .appearance import Judgement, Judgements
 from .labels import NEW_BOX_KINDS, ImageBoxes, Kind
 
 _MIN_PROBABILITY = 0.01  # of a suspect
-_MIN_MOVE_PROBABILITY = 0.1  # of a misplaced box that explains a missing one
+_MIN_MOVE_PROBABILITY = 0.05  # of a misplaced box that explains a missing one
 _PRIOR = 0.02  # assumed share of boxes with an error of each kind
 _SAME_IOU = 0.5  # smallest IoU of two boxes of one object
 _DUPLICATE_IOU = 0.8  # smallest IoU of two annotated boxes that repeat each other
@@ -140,7 +140,7 @@ def join_moves(suspects: Sequence[Suspect]) -> list[Suspect]:
     """Raises the probability of misplaced boxes to that of the box that is missing at the object.
 
     A misplaced box leaves its object without a box, so both suspects are about one error. Only
-    boxes that are misplaced with a probability of at least 10 % are considered.
+    boxes that are misplaced with a probability of at least 5 % are considered.
     """
     missing = {}
     for suspect in suspects:
