@@ -9,6 +9,7 @@ seconds. Limits on bytes, pixels, time and the number of requests bound the memo
 """
 
 import asyncio
+import contextlib
 import html
 import logging
 import os
@@ -50,6 +51,7 @@ LOWEST_SCORE = 0.01  # boxes with a lower score are never returned
 STALL_SECONDS = 30.0  # without an answer to any open request, after which /health says so
 MAX_FAILURES = 3  # failed batches in succession, after which /health says so
 BODIES = 10  # the bodies of all requests together have at most this many times ``megabytes``
+USUAL_SCANS = 12  # of a JPEG; those with more keep at most all decoders but one busy
 IMAGES = 4  # the decoded images together have at most this many times ``megapixels``
 _IMAGE = {"schema": {"type": "string", "format": "binary"}}
 _FILE = {"schema": {"type": "object", "properties": {"file": _IMAGE["schema"]}}}
@@ -224,6 +226,7 @@ class PredictionService:
             FORMATS, limits.megapixels * 1e6, limits.decoding_seconds
         )
         self._idle_decoders = asyncio.Semaphore(self._decoders.count)
+        self._many_scans = asyncio.Semaphore(max(1, self._decoders.count - 1))
         self._bodies = Budget(BODIES * limits.megabytes * 1e6)
         self._pixels = Budget(IMAGES * limits.megapixels * 1e6)
         self._waiting = Progress()  # requests whose body is complete
@@ -267,7 +270,12 @@ class PredictionService:
 
     async def _predict(self, request: Request, body: bytearray) -> tuple[int, int, Detections]:
         """Decodes the content of an image file, and waits for its detections."""
-        async with self._idle_decoders:
+        # Each scan of a JPEG takes as long as an image. One decoder stays free for usual files.
+        has_many_scans = body.count(b"\xff\xda") > USUAL_SCANS
+        lane: contextlib.AbstractAsyncContextManager[None] = contextlib.nullcontext()
+        if has_many_scans:
+            lane = self._many_scans
+        async with lane, self._idle_decoders:
             if await request.is_disconnected():
                 raise ClientDisconnect()
             image = await asyncio.to_thread(
