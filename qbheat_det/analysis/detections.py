@@ -175,10 +175,7 @@ def summarize(result: RunDetections, run: Run) -> tuple[str, str]:
         f"Finds {counts['correct']:,} of {num_boxes:,} objects in {len(result.image_ids):,} test "
         f"images, with {counts['wrong']:,} wrong boxes, at threshold {threshold}"
     )
-    weights = run.path
-    if (run.path / "model_best.safetensors").exists():  # which the folder would name
-        weights = run.weights
-    command = shlex.join(["qbheat", "predict", "--weights", str(weights), "--images", "photos/"])
+    command = shlex.join(["qbheat", "predict", "--weights", str(run.path), "--images", "photos/"])
     return headline, f"{command} --output drawn/ --threshold {threshold}"
 
 
