@@ -393,9 +393,11 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 def print_ray_report(report: Any, args: argparse.Namespace) -> int:
     """Prints the counts of a ``RayReport``, and returns the exit code."""
+    from qbheat_det.core.text import escape_controls
+
     print(f"{args.output}: {report.num_images:,} images")
     for file, reason in report.unreadable.items():
-        print(f"could not be read: {file}: {reason}", file=sys.stderr)
+        print(escape_controls(f"could not be read: {file}: {reason}"), file=sys.stderr)
     if report.num_unreadable > len(report.unreadable):
         print(f"could not be read: {report.num_unreadable:,} in all", file=sys.stderr)
     return int(report.num_unreadable > 0)

@@ -159,6 +159,7 @@ def first_images(args: argparse.Namespace) -> str:
 
 def correct(args: argparse.Namespace) -> int:
     """Writes the corrected COCO file, and prints a summary. Returns the exit code."""
+    from qbheat_det.core.text import escape_controls
     from qbheat_det.labelling import apply_corrections
 
     summary = apply_corrections(
@@ -168,7 +169,7 @@ def correct(args: argparse.Namespace) -> int:
         first_images(args),
         max_left_out=args.max_left_out,
     )
-    print(summary)
+    print(escape_controls(str(summary)))
     return 0
 
 

@@ -251,18 +251,19 @@ class Trainer(DefaultTrainer):
         with EventStorage(self.start_iter) as self.storage:
             try:
                 self.before_train()
-                while self.iter < self.max_iter:
-                    self.before_step()
-                    self.run_step()
-                    self.after_step()
-                    self.iter += 1
+                try:
+                    while self.iter < self.max_iter:
+                        self.before_step()
+                        self.run_step()
+                        self.after_step()
+                        self.iter += 1
+                finally:  # but not if a hook has not begun
+                    self.after_train()
             except UserError:
                 raise  # the command prints it
             except Exception:
                 logger.exception("Exception during training:")
                 raise
-            finally:
-                self.after_train()
 
     def move_end(self, max_iter: int) -> None:
         """Makes the run end after ``max_iter`` iterations. The learning rate follows.

@@ -24,15 +24,16 @@ RUN = f"--config-file {CONFIG} --data DATA --output OUT"
 # Command, and a text of its output or the name of a file, after which its work is in progress.
 COMMANDS = {
     "loading": (f"train {RUN}", ""),
-    "training": (f"train {RUN} LONG", "metrics.json"),
-    "workers": (f"train {RUN} LONG DATALOADER.NUM_WORKERS 2", "metrics.json"),
-    "evaluation": (f"train {RUN} LONG TEST.EVAL_PERIOD 1", "Start inference"),
+    "starting": (f"train {RUN} LONG", "metrics.json"),
+    "training": (f"train {RUN} LONG", "iter: 2"),
+    "workers": (f"train {RUN} LONG DATALOADER.NUM_WORKERS 2", "iter: 2"),
+    "evaluation": (f"train {RUN} LONG TEST.EVAL_PERIOD 1", "bbox on"),
     "features": (
         "train --config-file custom/cached_retinanet_285M_probe.yaml --data DATA --output OUT",
         "ncoding",
     ),
     "rehearsal": (f"train {RUN} --dry-run LONG", ""),
-    "evaluate": (f"evaluate --weights {DETECTOR} --data CELLS", "Start inference"),
+    "evaluate": (f"evaluate --weights {DETECTOR} --data CELLS", ""),
     "pretrain": ("pretrain --images IMAGES --output OUT", "metrics.json"),
     "predict": (f"predict --weights {DETECTOR} --images IMAGES --output OUT", "1.jpg"),
     "embed": (f"embed --weights {ENCODER} --images IMAGES --output OUT/v.npz", ""),
