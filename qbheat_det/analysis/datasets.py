@@ -329,6 +329,7 @@ def format_report(
         class_rows.append((name, *(counts.get(name, 0) for counts in boxes_per_class)))
 
     messages = _list_annotated(inspections)
+    messages += _advise_empty_images(inspections)
     messages += [f"warning: {text}" for text in [*warnings, *account.notes]]
     messages += _list_errors(errors)
     return "\n\n".join(
@@ -355,6 +356,19 @@ def _list_annotated(inspections: Sequence[Inspection]) -> list[str]:
             num_images = len(inspection.annotations.images)
             text = describe_annotated(num_annotated, num_images)
             lines.append(f"{inspection.source.name}: {text}")
+    return lines
+
+
+def _advise_empty_images(inspections: Sequence[Inspection]) -> list[str]:
+    """Returns a line for each training dataset in which every image has objects."""
+    lines = []
+    for inspection in inspections:
+        is_full = all(record["annotations"] for record in inspection.records)
+        if inspection.source.role == "train" and inspection.records and is_full:
+            lines.append(
+                f"advice: every image of '{inspection.source.name}' has objects: add some images "
+                "without, or the detector may find its objects in other pictures"
+            )
     return lines
 
 
