@@ -70,6 +70,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Redirects links to pages of the site, and shows the requirements of commands."""
+    markdown = re.sub(r"(\]\([^):]*tutorials/\w+)\.ipynb", r"\1.md", markdown)
     if page.file.src_uri in COPIES:
         markdown = markdown.replace("](docs/", "](")
     up = "../" * page.file.src_uri.count("/")

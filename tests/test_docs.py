@@ -104,9 +104,13 @@ def test_links_lead_to_files_of_the_repository(path):
 def test_links_to_sources_become_links_to_pages_of_the_site():
     turn = runpy.run_path(str(DOCS / "site.py"))["on_page_markdown"]
     text = "[a](../MODEL_ZOO.md#b) [c](../qbheat_det/config/defaults.py) [d](../tools/zoo.py)"
+    text += " [e](tutorials/few_boxes.ipynb#f)"
     for uri, up in (("train.md", ""), ("tutorials/predict.md", "../")):
         page = SimpleNamespace(file=SimpleNamespace(src_uri=uri))
-        assert turn(text, page) == f"[a]({up}model_zoo.md#b) [c]({up}config.md) `d`"
+        assert (
+            turn(text, page)
+            == f"[a]({up}model_zoo.md#b) [c]({up}config.md) `d` [e](tutorials/few_boxes.md#f)"
+        )
 
 
 def test_the_config_reference_has_every_key_with_its_default():
@@ -254,11 +258,11 @@ QUICK = {
     ("count", "written"),
     [
         (4, ("drawn.jpg", "tasks.json", "cvat.json")),  # prediction
-        pytest.param(8, ("output/mine/model_final.safetensors",), marks=pytest.mark.slow),
+        pytest.param(9, ("output/more/model_final.safetensors",), marks=pytest.mark.slow),
     ],
 )
 def test_the_code_of_the_python_page_runs(count, written, tmp_path, monkeypatch):
-    assert len(BLOCKS) == 8
+    assert len(BLOCKS) == 9
     (tmp_path / "photos").mkdir()
     for name in ("photo.jpg", "photos/a.jpg", "photos/b.jpg"):
         save(tmp_path / name, draw(120, 90, seed=len(name)))
@@ -271,5 +275,6 @@ def test_the_code_of_the_python_page_runs(count, written, tmp_path, monkeypatch)
     code = "\n".join(BLOCKS[:count]).replace('"data.yaml"', '"train.json"')
     quick = repr({"SOLVER.BASE_LR": 0.005, **QUICK})
     code = code.replace('{"SOLVER.BASE_LR": 0.005}', quick)
+    code = code.replace("minutes=20", f'weights="retinanet/285M_bccd", epochs=1, overrides={quick}')
     exec(compile(code, "docs/python.md", "exec"), {})
     assert all((tmp_path / name).stat().st_size for name in written)

@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     from qbheat_det.api import embed_images, find_inputs
     from qbheat_det.core.errors import UserError
     from qbheat_det.core.files import check_writable, write_atomically
+    from qbheat_det.core.text import escape_controls
 
     check_writable(args.output)
     files = [str(file.path) for file in find_inputs(args.images) if not file.is_video]
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     count, size = embeddings.vectors.shape
     print(f"{args.output}: {count:,} vectors of {size} values")
     for path, reason in embeddings.unreadable.items():
-        print(f"skipped {path}: {reason}", file=sys.stderr)
+        print(escape_controls(f"skipped {path}: {reason}"), file=sys.stderr)
     if comm.get_world_size() > 1:
         return 0
     return int(bool(embeddings.unreadable))

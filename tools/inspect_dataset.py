@@ -87,6 +87,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--labels and --apply need --data")
     if (args.labels or args.apply) and len(args.data) > 1:
         parser.error("--labels and --apply take one --data: inspect each data set by itself")
+    if (args.labels or args.apply) and args.class_map:
+        parser.error("--labels and --apply keep the classes of --data: leave out --class-map")
     if args.most is not None and (args.most < 1 or not args.labels):
         parser.error("--most must be 1 or more, and needs --labels")
     return args
@@ -157,6 +159,7 @@ def first_images(args: argparse.Namespace) -> str:
 
 def correct(args: argparse.Namespace) -> int:
     """Writes the corrected COCO file, and prints a summary. Returns the exit code."""
+    from qbheat_det.core.text import escape_controls
     from qbheat_det.labelling import apply_corrections
 
     summary = apply_corrections(
@@ -166,7 +169,7 @@ def correct(args: argparse.Namespace) -> int:
         first_images(args),
         max_left_out=args.max_left_out,
     )
-    print(summary)
+    print(escape_controls(str(summary)))
     return 0
 
 

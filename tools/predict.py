@@ -188,6 +188,8 @@ def run_on_cluster(args: argparse.Namespace) -> int:
 
 def print_report(report: "Predictions", args: argparse.Namespace) -> None:
     """Prints the counts, the paths of the results, and the skipped files."""
+    from qbheat_det.core.text import escape_controls
+
     files = "file" if report.num_images == 1 else "files"
     print(f"{report.num_images} {files}: {len(report.results)} results")
     if report.num_images and not report.results:
@@ -199,9 +201,9 @@ def print_report(report: "Predictions", args: argparse.Namespace) -> None:
     if args.json:
         print(f"results: {args.json}")
     for path, reason in report.skipped:
-        print(f"skipped {path}: {reason}", file=sys.stderr)
+        print(escape_controls(f"skipped {path}: {reason}"), file=sys.stderr)
     for path, reason in report.undrawn:
-        print(f"not drawn {path}: {reason}", file=sys.stderr)
+        print(escape_controls(f"not drawn {path}: {reason}"), file=sys.stderr)
     if report.skipped:
         print(f"could not be read: {len(report.skipped)}", file=sys.stderr)
 

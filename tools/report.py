@@ -150,6 +150,7 @@ def write_report(args: argparse.Namespace) -> int:
 
     from qbheat_det.analysis.report import build_report
     from qbheat_det.analysis.run import FigureOptions, open_runs
+    from qbheat_det.core.text import escape_controls
 
     # The flags on the command line, by figure.
     keywords: dict[str, dict[str, Any]] = {}
@@ -165,11 +166,11 @@ def write_report(args: argparse.Namespace) -> int:
     )
     for result in results:
         if result.figure is None:
-            print(f"{result.name}: {result.reason}", file=sys.stderr)
+            print(escape_controls(f"{result.name}: {result.reason}"), file=sys.stderr)
         elif result.figure.table is not None:
             table = result.figure.table
             text = tabulate(table.rows, table.header, disable_numparse=True, maxheadercolwidths=14)
-            print(f"{result.figure.title}\n\n{text}\n")
+            print(escape_controls(f"{result.figure.title}\n\n{text}\n"))
     print(f"report: {args.output}\nfiles:  {args.output.with_suffix('')}")
     is_empty = all(result.figure is None for result in results)
     return int(is_empty or any(result.failed for result in results))

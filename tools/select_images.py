@@ -134,6 +134,7 @@ def run_simulation(args: argparse.Namespace) -> None:
 def run_selection(args: argparse.Namespace) -> None:
     """Selects images. Prints their number, and the paths of the results."""
     from qbheat_det.core.errors import UserError
+    from qbheat_det.core.text import escape_controls
     from qbheat_det.labelling import check_selection_folder, select, write_selection
 
     for name in _ONLY_TO_SIMULATE:
@@ -163,7 +164,7 @@ def run_selection(args: argparse.Namespace) -> None:
     if pool.account.used:
         print(f"Labelled: {pool.account.summarize()}")
     for path, reason in pool.unreadable.items():
-        print(f"left out: '{path}': {reason}", file=sys.stderr)
+        print(escape_controls(f"left out: '{path}': {reason}"), file=sys.stderr)
     print(
         f"Selected {len(selection.files)} of {len(pool.free)} images "
         f"({len(pool.repeated)} near-duplicates left out): {', '.join(map(str, paths))}"

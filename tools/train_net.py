@@ -33,7 +33,6 @@ Examples:
 
 import argparse
 import dataclasses
-import functools
 import tempfile
 from typing import TYPE_CHECKING, Any
 
@@ -106,23 +105,14 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 def train(flags: "RunFlags", *, is_dry: bool) -> dict[str, Any]:
     """Trains the stages of a run, and returns the results of the last evaluation.
 
-    A dry run only prints the expected time and memory of each stage, and returns {}.
+    A dry run only prints the expected time, memory and disk space, and returns {}.
     """
-    from qbheat_det.api.training import train_run
-    from qbheat_det.engine import Trainer, assemble_run
-    from qbheat_det.engine.dry_run import print_forecasts
-    from qbheat_det.engine.minutes import fit_minutes
+    from qbheat_det.api.training import build_trainer, plan_run, train_run
+    from qbheat_det.engine.dry_run import print_forecast
 
-    build_trainer = functools.partial(Trainer, allow_partial=flags.allow_partial)
-    stages = assemble_run(flags)
-    if stages[-1].cfg.SOLVER.LARGEST_BATCH and flags.image_size is None:
-        # The number of images per step was found for images of this size.
-        size = stages[-1].data.task.get_image_size(stages[-1].cfg)
-        flags = dataclasses.replace(flags, image_size=size)
-    if flags.minutes:
-        stages = fit_minutes(stages, flags, build_trainer)
+    stages = plan_run(flags)
     if is_dry:
-        print_forecasts(stages, build_trainer)
+        print_forecast(stages, build_trainer(flags))
         return {}
     return train_run(stages)
 

@@ -4,7 +4,7 @@
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,10 +75,10 @@ def draw_curves(runs: Sequence[Run], options: FigureOptions) -> Figure:
             if has_line:
                 panels.append(Panel(title + suffix, y_label, curves))
     images = {}
-    if panels:
-        chart = plot_curves(panels, [run.label for run in logged])
-        titles = ", ".join(panel.title for panel in panels)
-        images["all"] = plotting.chart_image(chart, caption=f"{titles}.")
+    labels = [run.label for run in logged]
+    for number, panel in enumerate(panels, start=1):
+        chart = plot_panel(panel, labels)
+        images[str(number)] = plotting.chart_image(chart, caption=panel.title)
     table = _tabulate_last_values(logged, quantities)
     return results.draw("curves", "Training curves", _EXPLANATION, images, table, runs=data)
 
@@ -120,37 +120,33 @@ def _tabulate_last_values(runs: Sequence[Run], quantities: Mapping[str, tuple[st
             else:
                 cells.append(f"{finite[-1]:.4g}")
         rows.append((run.label, *cells))
-    return Table(("Run", "epochs", *keys[1:]), rows)
+    names = [_name_metric(key, quantities) for key in keys[1:]]
+    return Table(("Run", "epochs", *names), rows)
 
 
 @plotting.themed
-def plot_curves(panels: Sequence[Panel], names: Sequence[str]) -> Chart:
-    """Draws panels in two columns, with one line per run.
+def plot_panel(panel: Panel, names: Sequence[str]) -> Chart:
+    """Draws a panel with one line per run.
 
     ``names`` are the labels of all runs, so that a run has the same style in each panel.
     """
-    columns = min(2, len(panels))
-    rows = math.ceil(len(panels) / 2)
-    figure = plotting.start_figure(height=3 * rows, width=5.2 * columns)
+    figure, axes = plotting.start_chart(height=3.2)
     styles = dict(zip(names, plotting.list_styles(len(names)), strict=True))
-    for index, panel in enumerate(panels, start=1):
-        axes = figure.add_subplot(rows, columns, index)
-        finite = []  # the finite values of all runs
-        for name, (epochs, values) in panel.curves.items():
-            style = styles[name] | {"label": plotting.to_text(name)}
-            if len(epochs) > _MAX_MARKERS:
-                style["marker"] = ""
-            axes.plot(epochs, values, **style)
-            finite += [value for value in values if math.isfinite(value)]
-        if finite and min(finite) > 0 and max(finite) > _LOG_SCALE_RATIO * min(finite):
-            axes.set_yscale("log")
-        else:
-            axes.set_ylim(bottom=min(0, *finite))
-        axes.set_xlim(left=0)
-        axes.set_title(panel.title)
-        axes.set_xlabel("epochs")
-        axes.set_ylabel(panel.y_label)
-    plotting.add_legend(figure, *figure.axes)
+    finite = []  # the finite values of all runs
+    for name, (epochs, values) in panel.curves.items():
+        style = styles[name] | {"label": plotting.to_text(name)}
+        if len(epochs) > _MAX_MARKERS:
+            style["marker"] = ""
+        axes.plot(epochs, values, **style)
+        finite += [value for value in values if math.isfinite(value)]
+    if finite and min(finite) > 0 and max(finite) > _LOG_SCALE_RATIO * min(finite):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=min(0, *finite))
+    axes.set_xlim(left=0)
+    axes.set_xlabel("epochs")
+    axes.set_ylabel(panel.y_label)
+    plotting.add_legend(figure, axes)
     return figure
 
 
@@ -190,9 +186,24 @@ def find_quantities(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str
                 continue
             _, values = read_series(records, key)
             if values:
-                name = key.rpartition("/")[2]
-                quantities[key] = (title.format(key), y_label.format(name))
+                name = _name_metric(key, keys)
+                quantities[key] = (title.format(name), y_label.format(key.rpartition("/")[2]))
     return quantities
+
+
+def _name_metric(key: str, keys: Collection[str]) -> str:
+    """Returns the name of a logged key in chart titles: the key itself, except for AP of boxes.
+
+    If a run logs the metrics of a student, those without "student/" are of its mean teacher.
+    """
+    owner, _, name = key.rpartition("bbox/")
+    if not name.startswith("AP") or owner not in ("", "student/"):
+        return key
+    if owner:
+        return f"{name} of the student"
+    if f"student/{key}" in keys:
+        return f"{name} of the mean teacher"
+    return name
 
 
 def select_curve(run: Run, key: str) -> Curve:

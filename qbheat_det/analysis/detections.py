@@ -3,7 +3,9 @@
 
 import dataclasses
 import json
+import math
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,7 @@ _MISSED_COLOR: Color = (64, 156, 255)
 _WRONG_COLOR: Color = (255, 150, 30)
 _PANEL_SIDE = 560  # largest side of an image with boxes, in pixels
 _CROP_SIDE = 240  # longer side of a crop, in pixels
+_NUM_BEST = 4  # number of images with few errors at the top
 _MAX_CROPS = 8  # largest number of crops, for missed boxes and for wrong detections
 _MAX_CLASSES = 40  # in the AP chart; of more classes, it shows the 20 best and the 20 worst
 _CLASSES_EXPLANATION = (
@@ -83,7 +86,7 @@ def draw_detections(
     ``data`` is in any format of ``--data``. If it has a validation part, only this part is used.
     ``options.images`` is the image folder of a COCO json. Detections with scores below
     ``threshold`` are neither drawn nor counted as errors. If it is None, each run uses the
-    threshold that maximizes its F1.
+    threshold that maximizes its F1, rounded down to two decimals.
 
     Raises:
         NotApplicable: no detector's test set is on this machine.
@@ -112,7 +115,8 @@ def draw_detections(
         errors = metrics.find_errors(evaluator)
         run_threshold = threshold
         if run_threshold is None:
-            run_threshold = metrics.choose_threshold(errors)
+            # Two decimals, so that the command on the page finds the same boxes.
+            run_threshold = math.floor(100 * metrics.choose_threshold(errors)) / 100
         return RunDetections(
             label=run.label,
             scores=metrics.score_detections(evaluator),
@@ -128,21 +132,26 @@ def draw_detections(
     content = keep_images(datasets[0].content, common_ids)
     dataset = dataclasses.replace(datasets[0], content=content)
 
+    images = {}
+    if len(evaluated) == 1:
+        images |= draw_best(dataset, evaluated[0])
     caption = f"AP on {len(content['images']):,} images."
-    images = {"ap": chart_image(plot_ap(evaluated, dataset.class_names), caption=caption)}
-    images |= draw_predictions(dataset, evaluated, options.num_images)
+    images["ap"] = chart_image(plot_ap(evaluated, dataset.class_names), caption=caption)
     for index, run in enumerate(evaluated, start=1):
         suffix = f"_{index}" if len(evaluated) > 1 else ""
-        sheet = draw_errors(dataset, run)
-        if sheet is not None:
-            images[f"errors{suffix}"] = sheet
         num_classes = len(dataset.class_names)
         if num_classes > 1:
             counts = metrics.count_confusions(run.errors, run.threshold, num_classes)
             chart = plot_confusion(counts, [*dataset.class_names, "background"], unit="boxes")
             caption = f"{run.label}: true and detected classes, scores from {run.threshold:.2g}"
             images[f"confusion{suffix}"] = chart_image(chart, caption=caption)
-    return results.draw(
+    images |= draw_predictions(dataset, evaluated, options.num_images)
+    for index, run in enumerate(evaluated, start=1):
+        suffix = f"_{index}" if len(evaluated) > 1 else ""
+        sheet = draw_errors(dataset, run)
+        if sheet is not None:
+            images[f"errors{suffix}"] = sheet
+    figure = results.draw(
         "detections",
         "Detections",
         _explain(evaluated),
@@ -150,6 +159,27 @@ def draw_detections(
         _tabulate(evaluated),
         **_collect_numbers(dataset, evaluated),
     )
+    if len(evaluated) > 1:
+        return figure
+    run = next(run for run in runs if run.label == evaluated[0].label)
+    headline, command = summarize(evaluated[0], run)
+    return dataclasses.replace(figure, headline=headline, command=command)
+
+
+def summarize(result: RunDetections, run: Run) -> tuple[str, str]:
+    """Returns a sentence with the numbers of found and wrong objects, and a command to predict."""
+    counts = metrics.count_errors(result.errors, result.threshold)
+    num_boxes = counts["correct"] + counts["missed"]
+    threshold = f"{result.threshold:.2g}"
+    headline = (
+        f"Finds {counts['correct']:,} of {num_boxes:,} objects in {len(result.image_ids):,} test "
+        f"images, with {counts['wrong']:,} wrong boxes, at threshold {threshold}"
+    )
+    weights = run.path
+    if (run.path / "model_best.safetensors").exists():  # which the folder would name
+        weights = run.weights
+    command = shlex.join(["qbheat", "predict", "--weights", str(weights), "--images", "photos/"])
+    return headline, f"{command} --output drawn/ --threshold {threshold}"
 
 
 def read_set(name: str) -> DetectionSet:
@@ -266,6 +296,42 @@ def plot_ap(runs: Sequence[RunDetections], class_names: Sequence[str]) -> Chart:
     return figure
 
 
+def draw_best(dataset: DetectionSet, run: RunDetections) -> dict[str, Image]:
+    """Draws the detections on the images with the smallest share of errors.
+
+    Of images without errors, those with the most objects come first. Images in which nothing is
+    found are left out.
+    """
+    num_errors = metrics.count_errors_by_image(run.errors, run.threshold)
+    num_objects = Counter(run.errors.ground_truth.image_ids.tolist())
+    missed = metrics.find_missed_boxes(run.errors, run.threshold)
+    num_missed = Counter(run.errors.ground_truth.image_ids[missed].tolist())
+
+    def sort_key(record: Mapping[str, Any]) -> tuple[float, int, int]:
+        image_id = record["id"]
+        return num_errors[image_id] / num_objects[image_id], -num_objects[image_id], image_id
+
+    records = [
+        record
+        for record in dataset.content["images"]
+        if num_objects[record["id"]] > num_missed[record["id"]]
+    ]
+    images: dict[str, Image] = {}
+    for index, record in enumerate(sorted(records, key=sort_key)[:_NUM_BEST], start=1):
+        image_id = record["id"]
+        pixels, scale = _read_panel(dataset, record)
+        num_found = num_objects[image_id] - num_missed[image_id]
+        num_wrong = num_errors[image_id] - num_missed[image_id]
+        images[f"best_{index}"] = Image.from_rgb(
+            _draw_boxes_of(run, dataset, image_id, pixels, scale),
+            alt=f"Boxes on {record['file_name']}",
+            caption=f"{record['file_name']}: {num_found} of {num_objects[image_id]} found, "
+            f"{num_wrong} wrong",
+            wide=False,
+        )
+    return images
+
+
 def draw_predictions(
     dataset: DetectionSet, runs: Sequence[RunDetections], number: int
 ) -> dict[str, Image]:
@@ -289,29 +355,16 @@ def draw_predictions(
     ground_truth = runs[0].errors.ground_truth
     images: dict[str, Image] = {}
     for index, record in enumerate(records[:number], start=1):
-        pixels = _read_image(dataset, record)
-        scale = min(1.0, _PANEL_SIDE / max(pixels.shape[:2]))
-        if scale < 1:
-            pixels = plotting.resize_longest_side(pixels, _PANEL_SIDE)
-
+        pixels, scale = _read_panel(dataset, record)
         in_image = ground_truth.image_ids == record["id"]
         classes = ground_truth.classes[in_image].tolist()
         labels = [dataset.class_names[k] for k in classes]
-        boxes = ground_truth.xyxy[in_image] * scale
-        panels = [_draw_panel("Ground truth", pixels, boxes, classes, labels)]
+        colors = [get_class_color(k) for k in classes]
+        drawn = draw_boxes(pixels, ground_truth.xyxy[in_image] * scale, labels, colors)
+        panels = [add_heading(drawn, "Ground truth")]
         for run in runs:
-            detections = run.errors.detections
-            scores = run.errors.scores
-            in_image = detections.image_ids == record["id"]
-            kept = in_image & (scores >= run.threshold)
-            classes = detections.classes[kept].tolist()
-            labels = [
-                f"{dataset.class_names[k]} {score:.2f}"
-                for k, score in zip(classes, scores[kept], strict=True)
-            ]
-            boxes = detections.xyxy[kept] * scale
-            title = f"{run.label}, scores from {run.threshold:.2g}"
-            panels.append(_draw_panel(title, pixels, boxes, classes, labels))
+            drawn = _draw_boxes_of(run, dataset, record["id"], pixels, scale)
+            panels.append(add_heading(drawn, f"{run.label}, scores from {run.threshold:.2g}"))
         columns = 2 if len(panels) % 2 == 0 else 3  # ground truth and each run
         images[f"predictions_{index}"] = Image.from_rgb(
             tile_images(panels, columns=columns),
@@ -321,16 +374,29 @@ def draw_predictions(
     return images
 
 
-def _draw_panel(
-    title: str,
-    image: RGBImage,
-    boxes: metrics.Array,
-    classes: Sequence[int],
-    labels: Sequence[str],
+def _draw_boxes_of(
+    run: RunDetections, dataset: DetectionSet, image_id: int, pixels: RGBImage, scale: float
 ) -> RGBImage:
-    """Draws boxes (n, 4), XYXY in pixels, on an image, and a title above it."""
+    """Draws a run's detections on an image, which has ``scale`` times the size of its file."""
+    detections = run.errors.detections
+    scores = run.errors.scores
+    kept = (detections.image_ids == image_id) & (scores >= run.threshold)
+    classes = detections.classes[kept].tolist()
+    labels = [
+        f"{dataset.class_names[k]} {score:.2f}"
+        for k, score in zip(classes, scores[kept], strict=True)
+    ]
     colors = [get_class_color(k) for k in classes]
-    return add_heading(draw_boxes(image, boxes, labels, colors), title)
+    return draw_boxes(pixels, detections.xyxy[kept] * scale, labels, colors)
+
+
+def _read_panel(dataset: DetectionSet, record: Mapping[str, Any]) -> tuple[RGBImage, float]:
+    """Reads an image. Returns it with at most ``_PANEL_SIDE`` pixels per side, and the scale."""
+    pixels = _read_image(dataset, record)
+    scale = min(1.0, _PANEL_SIDE / max(pixels.shape[:2]))
+    if scale < 1:
+        pixels = plotting.resize_longest_side(pixels, _PANEL_SIDE)
+    return pixels, scale
 
 
 def _read_image(dataset: DetectionSet, record: Mapping[str, Any]) -> RGBImage:
@@ -368,13 +434,8 @@ def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
 
 def _explain(runs: Sequence[RunDetections]) -> list[str]:
     """Returns the paragraphs of the figure's explanation."""
-    paragraphs = []
-    if len(runs) == 1:
-        command = f"qbheat predict --weights {shlex.quote(str(runs[0].weights))} --images photos/"
-        command += f" --threshold {runs[0].threshold:.2g}"
-        paragraphs.append(f"Detect objects in other images: {command}")
     thresholds = ", ".join(f"{run.threshold:.3g} ({run.label})" for run in runs)
-    paragraphs += [
+    paragraphs = [
         "AP is COCO's and uses all detections. Errors and images use detections from a score "
         f"threshold: {thresholds}. By default it maximizes F1 at IoU 0.50 (--threshold).",
         "A correct detection matches a box of its class at IoU 0.50. A missed box has no match.",
@@ -382,7 +443,7 @@ def _explain(runs: Sequence[RunDetections]) -> list[str]:
     if len(runs) > 1:
         paragraphs.append("The images are those on which the runs' numbers of errors differ most.")
     else:
-        paragraphs.append("The images are those with the most errors.")
+        paragraphs.append("The first images are found best, the last ones have the most errors.")
     return paragraphs
 
 
@@ -390,7 +451,9 @@ def _tabulate(runs: Sequence[RunDetections]) -> Table:
     """Returns a table with a column per run and a row per metric."""
     columns = []
     for run in runs:
-        column = {f"{key} (%)": f"{value:.2f}" for key, value in run.scores.summary.items()}
+        column = {}
+        for key, value in run.scores.summary.items():
+            column[f"{key} (%)"] = "no such boxes" if math.isnan(value) else f"{value:.2f}"
         column["boxes"] = f"{run.scores.num_boxes.sum():,}"
         column["errors from score"] = f"{run.threshold:.3g}"
         for name, count in metrics.count_errors(run.errors, run.threshold).items():

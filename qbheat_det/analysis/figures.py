@@ -25,19 +25,25 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True)
 class Image:
-    """The bytes of an image file, its media type, alternative text (``alt``) and caption."""
+    """The bytes of an image file, its media type, alternative text (``alt``) and caption.
+
+    A page shows ``wide`` images in its full width, and others side by side.
+    """
 
     content: bytes
     media_type: str
     alt: str
     caption: str = ""
+    wide: bool = False
 
     @classmethod
-    def from_rgb(cls, image: npt.NDArray[np.uint8], *, alt: str, caption: str = "") -> "Image":
+    def from_rgb(
+        cls, image: npt.NDArray[np.uint8], *, alt: str, caption: str = "", wide: bool = True
+    ) -> "Image":
         """Encodes RGB pixels (H, W, 3) as JPEG."""
         bgr = np.ascontiguousarray(image[:, :, ::-1])
         _, encoded = cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, 85])
-        return cls(encoded.tobytes(), "image/jpeg", alt, caption)
+        return cls(encoded.tobytes(), "image/jpeg", alt, caption, wide)
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,8 @@ class Figure:
     """A figure about one run, or one that compares several runs.
 
     ``name`` and the keys of ``images`` become parts of file names. ``explanation`` is a list of
-    paragraphs in plain text. ``data`` has the numbers that the images show.
+    paragraphs in plain text. ``data`` has the numbers that the images show. A page about one run
+    has ``headline``, the result in one sentence, and ``command``, which uses the run, at its top.
     """
 
     name: str
@@ -62,6 +69,8 @@ class Figure:
     images: Mapping[str, Image] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     table: Table | None = None
+    headline: str = ""
+    command: str = ""
 
 
 def write_figure(figure: Figure, folder: Path) -> list[Path]:

@@ -34,7 +34,8 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _DASHES = ("-", "--", ":", "-.")
 _MAX_NAME_LENGTH = 40  # characters
 _MAX_TICK_LABELS = 110  # a confusion matrix of more classes does not name them
-_MAX_CONFUSIONS = 30  # length of the list beside a confusion matrix
+_MAX_WRITTEN_CLASSES = 12  # a confusion matrix of more classes has no numbers in its cells
+_MAX_CONFUSIONS = 30  # length of the list below a confusion matrix
 _GAP = 4  # pixels between the images of a grid
 _DPI = {"svg": 160, "jpg": 100}
 _MEDIA_TYPES = {"svg": "image/svg+xml", "jpg": "image/jpeg"}
@@ -114,7 +115,7 @@ def add_legend(figure: Figure, *panels: Axes) -> None:
 def plot_confusion(
     counts: npt.NDArray[np.int64], class_names: Sequence[str], *, unit: str = "images"
 ) -> Figure:
-    """Draws a confusion matrix (K, K) and a list of the most frequent confusions.
+    """Draws a confusion matrix (K, K), and below it a list of the most frequent confusions.
 
     ``counts[i, j]`` is the number of objects of class i that were predicted as class j. ``unit``
     names what is counted.
@@ -125,8 +126,10 @@ def plot_confusion(
         printable = "".join(letter if letter.isprintable() else "?" for letter in name)
         names.append(to_text(printable, max_length=26))
     side = float(np.clip(0.11 * num_classes, 3.6, 9.0))  # of the matrix, in inches
-    figure = start_figure(height=side + 1.8, width=side + 6.5)
-    matrix, text = figure.subplots(1, 2, width_ratios=(side + 1.8, 4.7))
+    confusions = find_confusions(counts)[: min(_MAX_CONFUSIONS, int(5 * side))]
+    height_of_list = 0.4 + 0.19 * len(confusions)  # inches
+    figure = start_figure(height=side + 1.8 + height_of_list, width=side + 1.8)
+    matrix, text = figure.subplots(2, 1, height_ratios=(side + 1.8, height_of_list))
 
     shares = counts / counts.sum(axis=1).clip(min=1)[:, None]  # of the row
     strength = np.sqrt(shares)[..., None]  # (K, K, 1); the root makes small shares visible
@@ -143,11 +146,14 @@ def plot_confusion(
         font_size = 8 if num_classes <= 60 else 5
         matrix.set_xticks(range(num_classes), names, rotation=90, fontsize=font_size)
         matrix.set_yticks(range(num_classes), names, fontsize=font_size)
+    if num_classes <= _MAX_WRITTEN_CLASSES:
+        for i, j in np.argwhere(counts):
+            text_color = "white" if shares[i, j] > 0.5 else TEXT_COLOR
+            matrix.text(j, i, f"{counts[i, j]:,}", ha="center", va="center", color=text_color)
 
     total = int(counts.sum())
     lines = [f"Most confused ({total - counts.trace():,} of {total:,} {unit} are wrong)", ""]
-    num_lines = min(_MAX_CONFUSIONS, int(5 * side))
-    for i, j, count in find_confusions(counts)[:num_lines]:
+    for i, j, count in confusions:
         lines.append(f"{names[i]} → {names[j]}:  {count:,} of {counts[i].sum():,}")
     text.set_axis_off()
     text.text(0, 1, "\n".join(lines), fontsize=8, va="top", linespacing=1.5, color=TEXT_COLOR)

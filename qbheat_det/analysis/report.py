@@ -157,7 +157,13 @@ def write_page(
     if missing:
         table = Table(("Figure", "Reason"), missing)
         sections.append(Figure("missing", "Missing figures", table=table))
-    text = _load_template().render(title=title, lead=lead, sections=sections, command=command)
+    if len(runs.rows) == 1:
+        summaries = [figure for figure in sections if figure.headline]
+    else:
+        summaries = []
+    text = _load_template().render(
+        title=title, lead=lead, summaries=summaries, sections=sections, command=command
+    )
     # File names may contain bytes that are not valid text.
     write_atomically(path, text.encode(errors="backslashreplace"))
 
@@ -167,12 +173,27 @@ def _load_template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader(__package__, "."), autoescape=True, trim_blocks=True
     )
-    environment.filters |= {"data_uri": _to_data_uri, "text_columns": _find_text_columns}
+    environment.filters |= {
+        "data_uri": _to_data_uri,
+        "fit": _fit_phone,
+        "text_columns": _find_text_columns,
+    }
     return environment.get_template("page.html.j2")
 
 
 def _to_data_uri(image: Image) -> str:
     return f"data:{image.media_type};base64,{base64.b64encode(image.content).decode()}"
+
+
+def _fit_phone(table: Table) -> Table:
+    """Returns the table, with rows and columns exchanged if it has more columns than rows.
+
+    A phone has room for about three columns, and for any number of rows.
+    """
+    if len(table.rows) >= len(table.header) - 1:
+        return table
+    first_column, *columns = zip(table.header, *table.rows, strict=True)
+    return Table(first_column, columns)
 
 
 def _find_text_columns(table: Table) -> set[int]:

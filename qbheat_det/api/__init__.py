@@ -5,10 +5,13 @@ The packages ``labelling`` and ``app`` use it too. For them, it also has functio
 and that draw and write boxes.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from qbheat_det.checkpoint import find_weights
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.other_names import names_keywords
 from qbheat_det.inference.decoding import DecodingLimits, DecodingProcesses, count_decoders
 from qbheat_det.inference.drawing import get_class_color
 from qbheat_det.inference.embedding import embed_images
@@ -27,6 +30,9 @@ from qbheat_det.probing import LinearProbe, fit_penalised
 
 from .detector import Detector
 from .encoder import Encoder
+
+if TYPE_CHECKING:
+    from qbheat_det.engine.run_flags import Paths
 
 __all__ = [
     "PREDICTION_LIMITS",
@@ -52,6 +58,7 @@ __all__ = [
     "predict_files",
     "render_annotations",
     "save_annotations",
+    "train",
 ]
 
 
@@ -90,6 +97,52 @@ def load(
     if is_encoder(name, cfg):
         return Encoder(*open_encoder(name, device))
     return Detector(build_detector(cfg), cfg)
+
+
+@names_keywords
+def train(
+    data: "Paths",
+    *,
+    minutes: float | None = None,
+    epochs: float | None = None,
+    output: str | Path | None = None,
+    weights: str | Path = "",
+    overrides: Mapping[str, Any] | None = None,
+    **flags: Any,
+) -> Detector | Encoder:
+    """Trains a detector on a data set with the default recipe, like ``qbheat train``, and opens it.
+
+    Args:
+        data: data set with boxes, in any format of ``--data``, or several (``RunFlags``); or class
+            folders, for a classifier.
+        minutes: duration for which epochs and image size are chosen.
+        epochs: number of passes over the images; by default that of the recipe.
+        output: folder of the run; by default a new folder in ``output/``.
+        weights: initial weights, as in ``load``; by default those of the recipe.
+        overrides: config keys and values, such as ``{"SOLVER.BASE_LR": 0.005}``.
+        flags: fields of ``RunFlags``, such as ``images``, ``val``, ``batch`` and ``config_file``.
+
+    Returns:
+        The detector with the best weights of the run; an encoder for a classifier.
+
+    Raises:
+        UserError: the data, a flag or an override is invalid, or the folder has a run.
+    """
+    # Prediction needs no engine.
+    from .training import choose_folder, make_flags, plan_run, train_run
+
+    folder = choose_folder(output)
+    run_flags = make_flags(
+        data,
+        folder,
+        overrides or {},
+        weights=str(weights),
+        epochs=epochs,
+        minutes=minutes,
+        **flags,
+    )
+    train_run(plan_run(run_flags))
+    return load(folder, device=run_flags.device or None)
 
 
 def load_detector(

@@ -12,8 +12,8 @@ from detectron2.config import CfgNode
 from torch import Tensor
 
 from qbheat_det.checkpoint import load_run_config
-from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.other_names import NamesAttributes, names_keywords
 from qbheat_det.deployment import deploy
 from qbheat_det.inference.images import (
     Image,
@@ -32,37 +32,14 @@ from qbheat_det.inference.predict import (
 )
 from qbheat_det.inference.results import Detections
 
-from .encoder import Trained, names_mistakes
+from .encoder import Trained
 
 if TYPE_CHECKING:
     from qbheat_det.analysis.run import Run
-
-# Keywords of other libraries, and what to use instead.
-_PREDICT_MISTAKES = {
-    "conf": "threshold",
-    "confidence": "threshold",
-    "score_threshold": "threshold",
-    "source": "images",
-    "batch": "batch_size",
-    "imgsz": "overrides of INPUT.MIN_SIZE_TEST in qbheat predict",
-    "iou": "overrides of the model's NMS_THRESH_TEST in qbheat predict",
-    "device": "load(weights, device=…)",
-    "save": "Detections.save",
-    "stream": "Detector.stream",
-}
-_TRAIN_MISTAKES = {
-    "batch": 'overrides={"SOLVER.IMS_PER_BATCH": …}',
-    "batch_size": 'overrides={"SOLVER.IMS_PER_BATCH": …}',
-    "imgsz": 'overrides={"INPUT.MIN_SIZE_TRAIN": (…,)}',
-    "lr": 'overrides={"SOLVER.BASE_LR": …}',
-    "lr0": 'overrides={"SOLVER.BASE_LR": …}',
-    "project": "output",
-    "name": "output",
-    "device": "load(weights, device=…)",
-}
+    from qbheat_det.engine.run_flags import Paths
 
 
-class Detector(Trained):
+class Detector(NamesAttributes, Trained):
     """A trained detector."""
 
     _is_detector = True
@@ -108,7 +85,7 @@ class Detector(Trained):
         tile: int | None = ...,
     ) -> list[Detections]: ...
 
-    @names_mistakes(_PREDICT_MISTAKES)
+    @names_keywords
     def predict(
         self, images: Any, *, threshold: float = 0.3, batch_size: int = 8, tile: int | None = None
     ) -> Any:
@@ -189,16 +166,18 @@ class Detector(Trained):
         predictor.model = deploy(predictor.model, precision=precision)
         return Detector(predictor, self.cfg)
 
-    @names_mistakes({"device": "load(weights, device=…)", "source": "data"})
+    @names_keywords
     def evaluate(
-        self, data: str | Path, *, images: str | Path = "", tile: int | None = None
+        self, data: "Paths", *, images: "Paths" = "", tile: int | None = None
     ) -> dict[str, float]:
         """Returns COCO's box metrics on a data set, like ``qbheat evaluate``.
 
         Args:
-            data: data set with boxes, in any format of ``--data``. If it has a validation part,
-                only this part is used.
-            images: folder of the images, if they are not in the folder of a COCO json.
+            data: data set with boxes, in any format of ``--data``, or several. If it has a
+                validation part, only this part is used. If it has some of the detector's classes
+                only, detections of the others are ignored.
+            images: folder of the images, if they are not in the folder of a COCO json; one for each
+                data set.
             tile: side of tiles in pixels, as in ``predict``. Boxes of an image's tiles are merged
                 before AP is computed.
 
@@ -211,8 +190,8 @@ class Detector(Trained):
         self._require_weights("evaluate", deployed=False)
         with tempfile.TemporaryDirectory(prefix="qbheat_evaluate_") as folder:
             flags = RunFlags(
-                data=str(data),
-                images=str(images) or (),
+                data=data,
+                images=images or (),
                 weights=self.weights,
                 output=folder,
                 eval_only=True,
@@ -221,12 +200,13 @@ class Detector(Trained):
             )
             return evaluate(assemble_evaluation(flags).cfg)["bbox"]
 
-    @names_mistakes(_TRAIN_MISTAKES)
+    @names_keywords
     def train(
         self,
-        data: str | Path,
+        data: "Paths",
         *,
-        epochs: float = 20,
+        epochs: float | None = None,
+        minutes: float | None = None,
         output: str | Path | None = None,
         overrides: Mapping[str, Any] | None = None,
         **flags: Any,
@@ -234,12 +214,14 @@ class Detector(Trained):
         """Fine-tunes the detector on a data set, and replaces its weights by the trained ones.
 
         Args:
-            data: data set with boxes, in any format of ``--data``. The detector gets the classes of
-                this data set. Classes with the same name keep their weights.
-            epochs: number of passes over the images.
+            data: data set with boxes, in any format of ``--data``, or several (``RunFlags``). The
+                detector gets the classes of the data. Classes with the same name keep their
+                weights. With the flag ``keep_classes=True``, it keeps all of its classes.
+            epochs: number of passes over the images; by default 20, if ``minutes`` is not given.
+            minutes: duration for which epochs and image size are chosen.
             output: folder of the run; by default a new folder in ``output/``.
             overrides: config keys and values, such as ``{"SOLVER.BASE_LR": 0.005}``.
-            flags: fields of ``RunFlags``, such as ``images``, ``val`` and ``val_images``.
+            flags: fields of ``RunFlags``, such as ``images``, ``val`` and ``batch``.
 
         Returns:
             The run, with its ``folder``, ``metrics`` and ``weights``. ``qbheat_det.analysis`` draws
@@ -250,33 +232,22 @@ class Detector(Trained):
         """
         # Prediction needs neither the engine nor the analysis.
         from qbheat_det.analysis.run import Run
-        from qbheat_det.engine import RunFlags, assemble_run
 
-        from .training import train_run
+        from .training import choose_folder, make_flags, plan_run, train_run
 
         self._require_weights("train", deployed=False)
-        folder = Path(output) if output is not None else _find_free(Path(get_cfg().OUTPUT_DIR))
-        if output is not None and (folder / "config.yaml").exists():
-            raise UserError(
-                f"'{folder}' has a run: choose another folder, or use qbheat train --resume"
-            )
-        values = {
-            "SOLVER.EPOCHS": epochs,
+        folder = choose_folder(output)
+        values: dict[str, Any] = {
             "MODEL.DEVICE": self.cfg.MODEL.DEVICE,
             "MODEL.DEPLOY.ENABLED": False,
-            **(overrides or {}),
         }
-        opts = []  # KEY VALUE KEY VALUE …
-        for key, value in values.items():
-            opts += [key, str(value)]
-        paths: dict[str, Any] = {"data": str(data), "weights": self.weights, "output": str(folder)}
-        try:
-            run_flags = RunFlags(**paths, opts=opts, **flags)
-        except TypeError as error:  # a keyword that is not a field of ``RunFlags``
-            raise UserError(f"Detector.train: {error}") from error
-        if run_flags.minutes:
-            raise UserError("Detector.train takes epochs, not minutes: use qbheat train --minutes")
-        train_run(assemble_run(run_flags))
+        if epochs is None and minutes is None:
+            values["SOLVER.EPOCHS"] = 20
+        values |= overrides or {}
+        run_flags = make_flags(
+            data, folder, values, weights=self.weights, epochs=epochs, minutes=minutes, **flags
+        )
+        train_run(plan_run(run_flags))
         run = Run.open(folder, device=self.cfg.MODEL.DEVICE)
         cfg = load_run_config(str(run.path), device=self.cfg.MODEL.DEVICE)
         predictor = build_predictor(cfg)
@@ -288,13 +259,3 @@ class Detector(Trained):
     def embed(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises a ``UserError``, because only an ``Encoder`` computes vectors."""
         raise UserError(f"'{self.weights}' is a detector, not an encoder, and has no embeddings")
-
-
-def _find_free(folder: Path) -> Path:
-    """Returns the first of ``folder``/train, train-2, train-3, … that does not exist."""
-    path = folder / "train"
-    number = 1
-    while path.exists():
-        number += 1
-        path = folder / f"train-{number}"
-    return path

@@ -1,10 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """``Encoder``, and the base class that it shares with ``Detector``."""
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from qbheat_det.checkpoint import local_weights
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.other_names import names_keywords
 from qbheat_det.deployment import DeployedModel
 from qbheat_det.inference.exported import ExportedModel
 from qbheat_det.inference.images import Image, Picture, is_video, open_images
@@ -20,32 +20,6 @@ from qbheat_det.inference.predict import encode
 
 if TYPE_CHECKING:
     from qbheat_det.export import ExportReport
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def names_mistakes(right: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a method whose callers may use the keywords of other libraries by mistake.
-
-    For such a keyword, the method raises a ``TypeError`` that names the right one. ``right`` maps
-    each wrong keyword to it.
-    """
-
-    def decorate(method: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(method)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            for name in kwargs:
-                if name in right:
-                    raise TypeError(
-                        f"{method.__name__}() has no argument '{name}': use {right[name]}"
-                    )
-            return method(*args, **kwargs)
-
-        return checked
-
-    return decorate
 
 
 class Trained:
@@ -92,7 +66,7 @@ class Trained:
         parts.append(repr(self.weights))
         return f"{type(self).__name__}({', '.join(parts)})"
 
-    @names_mistakes({"format": "the suffix of output: .onnx", "imgsz": "image_size"})
+    @names_keywords
     def export(
         self,
         output: str | Path,
@@ -202,7 +176,7 @@ class Encoder(Trained):
         self._require_weights("use")
         return find_feature(self.model)
 
-    @names_mistakes({"source": "images", "batch": "a list of images"})
+    @names_keywords
     def embed(self, images: Picture | Iterable[Picture]) -> Tensor:
         """Returns a vector per image (N, D), the mean of the coarsest feature map, on the CPU.
 

@@ -1,11 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Trains and evaluates the stages of a run, records them, and writes their reports."""
+"""Plans and trains the stages of a run, evaluates and records them, and writes their reports."""
 
+import functools
 import logging
 import shlex
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from qbheat_det.checkpoint import (
     find_run_weights,
     info_of,
 )
+from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import replace_folders
 from qbheat_det.core.termination import Interrupted
@@ -37,12 +40,83 @@ from qbheat_det.engine import (
     setup,
 )
 from qbheat_det.engine.logs import removes_empty_run
-from qbheat_det.engine.run_record import find_duration, find_shared_images, occupies
+from qbheat_det.engine.minutes import fit_minutes
+from qbheat_det.engine.run_flags import Paths
+from qbheat_det.engine.run_record import (
+    LOCK_FILE,
+    find_duration,
+    find_shared_images,
+    name_last_checkpoint,
+    occupies,
+)
 
 logger = logging.getLogger(__name__)
 # Figures of a report in addition to the curves, by task.
 _FIGURES = {"detection": ("detections",), "classification": ("classes",)}
+_TITLES = {"detection": "A detector", "classification": "A classifier"}
 _NUM_PICTURES = 12  # number of images in a report
+
+
+def choose_folder(output: str | Path | None) -> Path:
+    """Returns the folder of a new run, by default ``output/train``, ``train-2`` and so on.
+
+    Raises:
+        UserError: the folder has a run.
+    """
+    if output is None:
+        return _find_free(Path(get_cfg().OUTPUT_DIR))
+    if (Path(output) / "config.yaml").exists():
+        raise UserError(
+            f"'{output}' has a run: choose another folder, or use qbheat train --resume"
+        )
+    return Path(output)
+
+
+def _find_free(folder: Path) -> Path:
+    """Returns the first of ``folder``/train, train-2, train-3, … that does not exist."""
+    path = folder / "train"
+    number = 1
+    while path.exists():
+        number += 1
+        path = folder / f"train-{number}"
+    return path
+
+
+def make_flags(data: Paths, folder: Path, overrides: Mapping[str, Any], **flags: Any) -> RunFlags:
+    """Returns the flags of a run in ``folder``. ``overrides`` are values by config key.
+
+    Raises:
+        UserError: ``flags`` has a name that is not a field of ``RunFlags``, or a wrong value.
+    """
+    opts: list[str] = []  # KEY VALUE KEY VALUE …
+    for key, value in overrides.items():
+        opts += [key, str(value)]
+    known = {field.name for field in fields(RunFlags)}
+    unknown = flags.keys() - known
+    if unknown:
+        raise UserError(f"train() has no argument '{min(unknown)}': use {', '.join(sorted(known))}")
+    return RunFlags(data=data, output=str(folder), opts=opts, **flags)
+
+
+def plan_run(flags: RunFlags) -> list[Stage]:
+    """Returns the stages of a training, with epochs and image size that fit ``flags.minutes``.
+
+    Raises:
+        UserError: the config or the data are invalid, or the time is too short.
+    """
+    stages = assemble_run(flags)
+    last = stages[-1]
+    if last.cfg.SOLVER.LARGEST_BATCH and flags.image_size is None:
+        # The number of images per step was found for images of this size.
+        flags = replace(flags, image_size=last.data.task.get_image_size(last.cfg))
+    if flags.minutes:
+        return fit_minutes(stages, flags, build_trainer(flags))
+    return stages
+
+
+def build_trainer(flags: RunFlags) -> Callable[..., Trainer]:
+    """Returns ``Trainer`` for the forecasts of a run."""
+    return functools.partial(Trainer, allow_partial=flags.allow_partial)
 
 
 def train_run(stages: Sequence[Stage]) -> dict[str, Any]:
@@ -54,7 +128,7 @@ def train_run(stages: Sequence[Stage]) -> dict[str, Any]:
         The results of the last evaluation.
 
     Raises:
-        UserError: another run is in the folder of a stage; and the errors of ``train``.
+        UserError: another run is in the folder of a stage; and the errors of ``train_stage``.
     """
     results: dict[str, Any] = {}
     weights: Path | None = None
@@ -62,13 +136,38 @@ def train_run(stages: Sequence[Stage]) -> dict[str, Any]:
     with occupies(folders, resume=any(stage.resume for stage in stages)):
         for stage in stages:
             if weights is not None:
+                if _is_too_late(stage):
+                    _replace_by_first_stage(stage, stages[0])
+                    break
                 stage = stage.with_values({"MODEL.WEIGHTS": str(weights)})
-            results = train(stage)
-            weights = find_run_weights(stage.folder)
+            results = train_stage(stage)
+            weights = find_run_weights(stage.folder) or stage.final_weights
     return results
 
 
-def train(stage: Stage) -> dict[str, Any]:
+def _is_too_late(stage: Stage) -> bool:
+    """Whether ``--minutes`` leave no time for a second stage; equal on all processes."""
+    if stage.limit is None or name_last_checkpoint(stage.folder):
+        return False
+    left = stage.limit.end - time.monotonic()
+    return bool(comm.all_gather(left < stage.limit.needed)[0])
+
+
+def _replace_by_first_stage(stage: Stage, first: Stage) -> None:
+    """Moves the files of the first stage to the folder of the run, as if it was the only one."""
+    comm.synchronize()  # all processes have written theirs
+    if not comm.is_main_process():
+        return
+    for path in first.folder.iterdir():
+        if path.name != LOCK_FILE:
+            path.replace(stage.folder / path.name)
+    logger.warning(
+        f"--minutes: no time is left for the second stage. '{stage.folder}' has the weights and "
+        "the report of the first stage"
+    )
+
+
+def train_stage(stage: Stage) -> dict[str, Any]:
     """Trains one stage, records the run, and writes its report.
 
     Returns:
@@ -79,7 +178,7 @@ def train(stage: Stage) -> dict[str, Any]:
     """
     setup(stage)
     with removes_empty_run(stage.folder):
-        trainer = Trainer(stage.cfg, allow_partial=stage.allow_partial)
+        trainer = Trainer(stage.cfg, allow_partial=stage.allow_partial, limit=stage.limit)
         trainer.resume_or_load(resume=stage.resume)
         if not comm.is_main_process():
             return trainer.train()
@@ -167,10 +266,9 @@ def write_run_report(cfg: CfgNode) -> Path:
     run = Run.open(folder, label=folder.resolve().name, device=model.DEVICE)
     names = [*_FIGURES.get(run.task.name, ()), "curves"]
     title = model.META_ARCHITECTURE
-    if model.CLASS_NAMES:
-        title += f": {join_first(model.CLASS_NAMES)}"
-    last = info_of(str(folder / LAST_WEIGHTS)) or WeightsInfo()
-    num_steps = (last.iteration or 0) + 1
+    if run.task.name in _TITLES and model.CLASS_NAMES:
+        title = f"{_TITLES[run.task.name]} of {join_first(model.CLASS_NAMES)}"
+    num_steps = _count_steps(folder / LAST_WEIGHTS)
     lead = f"Trained for {num_steps:,} steps of {cfg.SOLVER.IMS_PER_BATCH} images"
     if seconds is not None:
         lead += f" in {format_duration(seconds)}"
@@ -180,10 +278,9 @@ def write_run_report(cfg: CfgNode) -> Path:
     for text in find_shared_images(folder):
         lead += f" Note: {text}."
     if run.weights.name == BEST_WEIGHTS:
-        best = info_of(str(run.weights)) or WeightsInfo()
         lead += (
-            f" This page shows the weights with the best evaluation, after {(best.iteration or 0) + 1:,} steps: "
-            f"{BEST_WEIGHTS}, which commands that name the folder use too."
+            f" This page shows the weights with the best evaluation, {BEST_WEIGHTS}, after "
+            f"{_count_steps(run.weights):,} steps. Commands that name the folder use them too."
         )
     command = ["qbheat", "report", str(folder), "--output", str(page), "--only", *names]
     build_report(
@@ -197,3 +294,9 @@ def write_run_report(cfg: CfgNode) -> Path:
         lead=lead,
     )
     return page
+
+
+def _count_steps(weights: Path) -> int:
+    """Returns the number of steps that a run took to its weights."""
+    info = info_of(str(weights)) or WeightsInfo()
+    return info.iteration + 1

@@ -7,12 +7,13 @@ label from the folders on the command line, but cannot open other paths on the s
 
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.termination import end_process
 
 from .review import Pools
 from .uploads import Models
@@ -44,9 +45,14 @@ def serve(
         UserError: Gradio is not installed, a model does not exist, or the port is in use.
     """
     models = Models(weights, device=device)
-    # A normal exit removes the temporary folder. The default of SIGTERM would not.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with tempfile.TemporaryDirectory(prefix="qbheat_app_") as folder:
+    temporary = tempfile.TemporaryDirectory(prefix="qbheat_app_")
+
+    def end(number: int, frame: FrameType | None) -> None:
+        temporary.cleanup()
+        end_process(0)
+
+    signal.signal(signal.SIGTERM, end)
+    with temporary as folder:
         # Gradio reads these variables at import. It stores uploads in the folder, and sends no
         # usage statistics.
         os.environ["GRADIO_TEMP_DIR"] = folder

@@ -2,7 +2,9 @@
 """The Gradio page: its tabs, and a security policy that blocks content of other hosts."""
 
 import contextlib
+import socket
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -10,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
-from starlette.middleware import Middleware
+from fastapi import FastAPI
 
 from qbheat_det.api import Detections
 from qbheat_det.core.errors import UserError
 
+from .connections import LimitedBodies, listen, run_server
 from .review import Pools, Review
 from .uploads import (
     IMAGE_SUFFIXES,
@@ -33,6 +36,8 @@ _HEIGHT = "min(560px, 100vw)"  # of pictures; on narrow phones at most the width
 _FIGURES = 3  # attention in two directions, and reconstructions
 _LIFETIME = 3600  # seconds that uploads and results are kept
 _INTERVAL = 60  # seconds between searches for old files
+_UPLOAD_SECONDS = 300.0  # longest time to receive the body of a request
+_PORTS = range(7860, 7960)  # the first free one is the default
 _FONTS = ("system-ui", "sans-serif")
 _CSS = (
     "footer {display: none !important} .gradio-container {max-width: 1280px !important} "
@@ -77,28 +82,45 @@ def launch(models: Models, pools: Pools, folder: Path, *, host: str, port: int |
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of Gradio's dependencies
         page = build_page(models, pools, folder)
-    try:
-        _, url, _ = page.launch(
-            server_name=host,
-            server_port=port,
-            share=False,
+        app = gr.mount_gradio_app(
+            FastAPI(openapi_url=None),
+            page,
+            path="/",
+            show_error=False,
             max_file_size=MAX_BYTES,
             theme=gr.themes.Default(font=_FONTS, font_mono=("monospace",)),
             css=_CSS,
             js=_KEYS,
             footer_links=[],
             ssr_mode=False,
-            quiet=True,
-            prevent_thread_lock=True,  # returns while the server runs in another thread
-            app_kwargs={"middleware": [Middleware(_Headers)]},
         )
-    except OSError as error:
-        raise UserError(f"cannot listen on {host}:{port or 7860}: {error}") from error
-    print(f"The page is at {url} until Ctrl-C", flush=True)
-    with contextlib.suppress(KeyboardInterrupt):
-        while True:  # Gradio's `delete_cache` removes uploads, but not our results
-            time.sleep(_INTERVAL)
-            remove_old_files(folder, _LIFETIME)
+    app.add_middleware(_Headers)
+    app.add_middleware(LimitedBodies, seconds=_UPLOAD_SECONDS)
+    with _listen(host, port) as listener:
+        # Gradio's ``delete_cache`` removes uploads, but not our results.
+        threading.Thread(target=_clean, args=(folder,), daemon=True).start()
+        bracketed = f"[{host}]" if ":" in host else host  # IPv6 has colons
+        number = listener.getsockname()[1]
+        print(f"The page is at http://{bracketed}:{number}/ until Ctrl-C", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            run_server(app, listener)
+
+
+def _listen(host: str, port: int | None) -> socket.socket:
+    """Returns a listening socket, by default on the first free port."""
+    if port is not None:
+        return listen(host, port)
+    for number in _PORTS:
+        with contextlib.suppress(UserError):
+            return listen(host, number)
+    return listen(host, _PORTS[0])
+
+
+def _clean(folder: Path) -> None:
+    """Removes old files again and again."""
+    while True:
+        time.sleep(_INTERVAL)
+        remove_old_files(folder, _LIFETIME)
 
 
 def build_page(models: Models, pools: Pools, folder: Path) -> gr.Blocks:

@@ -13,7 +13,6 @@ import html
 import logging
 import os
 import signal
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import uvicorn
 from fastapi import FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
@@ -41,9 +39,9 @@ from qbheat_det.api import (
     load_detector,
 )
 from qbheat_det.core.environment import VERSION
-from qbheat_det.core.errors import UserError
 
-from .connections import SHUTDOWN_SECONDS, LimitedProtocol, Server
+from .connections import listen, run_server
+from .forms import BadForm, is_form, read_file
 from .uploads import FORMATS
 
 logger = logging.getLogger(__name__)
@@ -53,9 +51,9 @@ STALL_SECONDS = 30.0  # without an answer to any open request, after which /heal
 MAX_FAILURES = 3  # failed batches in succession, after which /health says so
 BODIES = 10  # the bodies of all requests together have at most this many times ``megabytes``
 IMAGES = 4  # the decoded images together have at most this many times ``megapixels``
-_BACKLOG = 128  # connections that the system accepts before the server does
 _IMAGE = {"schema": {"type": "string", "format": "binary"}}
-_BODY = {"required": True, "content": {"image/*": _IMAGE}}
+_FILE = {"schema": {"type": "object", "properties": {"file": _IMAGE["schema"]}}}
+_BODY = {"required": True, "content": {"image/*": _IMAGE, "multipart/form-data": _FILE}}
 
 
 @dataclass(frozen=True)
@@ -207,6 +205,87 @@ class Progress:
         return time.monotonic() - self._last if self.num_open else 0.0
 
 
+class PredictionService:
+    """Answers requests with the boxes of a detector, within limits."""
+
+    def __init__(
+        self,
+        detector: Detector,
+        thread: ThreadPoolExecutor,
+        batch_size: int,
+        limits: Limits,
+    ) -> None:
+        """``build_server`` describes the arguments."""
+        self._detector = detector
+        self._limits = limits
+        self._batches = BatchQueue(self._predict_batch, batch_size, thread)
+        self._decoders = DecodingProcesses(count_decoders())
+        self._decoding_limits = DecodingLimits(
+            FORMATS, limits.megapixels * 1e6, limits.decoding_seconds
+        )
+        self._idle_decoders = asyncio.Semaphore(self._decoders.count)
+        self._bodies = Budget(BODIES * limits.megabytes * 1e6)
+        self._pixels = Budget(IMAGES * limits.megapixels * 1e6)
+        self._waiting = Progress()  # requests whose body is complete
+        self._num_open = 0
+
+    def check_health(self) -> None:
+        """Raises an ``HTTPException`` if predictions are not answered."""
+        seconds = self._waiting.seconds
+        if seconds > STALL_SECONDS:
+            raise HTTPException(503, f"no request was answered for {seconds:.0f} s")
+        num_failures = self._batches.num_failures
+        if num_failures >= MAX_FAILURES:
+            raise HTTPException(503, f"the last {num_failures} predictions failed")
+
+    async def predict(self, request: Request) -> tuple[int, int, Detections]:
+        """Returns the height, the width and the detections of the image that a request sends.
+
+        Raises an ``HTTPException`` if there is none.
+        """
+        if self._num_open >= self._limits.waiting:
+            raise _busy()
+        self._num_open += 1
+        body = bytearray()
+        try:
+            await read_body(request, self._limits, self._bodies, body)
+            self._waiting.open()
+            try:
+                return await self._predict(request, take_image(request, body))
+            finally:
+                self._waiting.close()
+        except UnreadableImage as error:
+            hint = "send a JPEG, PNG, WebP or BMP file: curl -F file=@photo.jpg"
+            raise HTTPException(422, f"{error.reason}; {hint}") from error
+        except ClientDisconnect as error:  # nobody will receive the response
+            raise HTTPException(400, "the client closed the connection") from error
+        except asyncio.CancelledError as error:  # the time after a signal is over
+            raise HTTPException(503, "the server stops") from error
+        finally:
+            self._num_open -= 1
+            await self._bodies.give_back(len(body))
+
+    async def _predict(self, request: Request, body: bytearray) -> tuple[int, int, Detections]:
+        """Decodes the content of an image file, and waits for its detections."""
+        async with self._idle_decoders:
+            if await request.is_disconnected():
+                raise ClientDisconnect()
+            image = await asyncio.to_thread(
+                self._decoders.decode, body, "the image", self._decoding_limits
+            )
+            height, width = image.shape[:2]
+            # The decoder stays busy until there is memory, so that no other image is decoded.
+            await self._pixels.wait(height * width)
+        try:
+            self._detector.check_image(image, "the image")
+            return height, width, await asyncio.wrap_future(self._batches.submit(image))
+        finally:
+            await self._pixels.give_back(height * width)
+
+    def _predict_batch(self, images: list[Image]) -> list[Detections]:
+        return self._detector.predict(images, threshold=LOWEST_SCORE, batch_size=len(images))
+
+
 def build_server(
     detector: Detector,
     thread: ThreadPoolExecutor,
@@ -220,7 +299,7 @@ def build_server(
     ``GET /health`` tells whether predictions are answered. ``GET /model`` returns the weights and
     class names. ``/docs`` documents the API.
     """
-    limits = limits or Limits()
+    service = PredictionService(detector, thread, batch_size, limits or Limits())
     # FastAPI's pages for ``/docs`` would load scripts from other hosts.
     app = FastAPI(
         title="qbheat_det",
@@ -231,40 +310,10 @@ def build_server(
     )
     app.add_exception_handler(RequestValidationError, explain_error)
 
-    def predict(images: list[Image]) -> list[Detections]:
-        return detector.predict(images, threshold=LOWEST_SCORE, batch_size=batch_size)
-
-    batches = BatchQueue(predict, batch_size, thread)
-    decoders = DecodingProcesses(count_decoders())
-    decoding_limits = DecodingLimits(FORMATS, limits.megapixels * 1e6, limits.decoding_seconds)
-    idle_decoders = asyncio.Semaphore(decoders.count)
-    bodies = Budget(BODIES * limits.megabytes * 1e6)
-    pixels = Budget(IMAGES * limits.megapixels * 1e6)
-    waiting = Progress()  # requests whose body is complete
-    num_open = 0
-
-    async def answer(request: Request, body: bytearray) -> tuple[int, int, Detections]:
-        """Returns the height, the width and the detections of an image."""
-        async with idle_decoders:
-            if await request.is_disconnected():
-                raise ClientDisconnect()
-            image = await asyncio.to_thread(decoders.decode, body, "the image", decoding_limits)
-            height, width = image.shape[:2]
-            # The decoder stays busy until there is memory, so that no other image is decoded.
-            await pixels.wait(height * width)
-        try:
-            detector.check_image(image, "the image")
-            return height, width, await asyncio.wrap_future(batches.submit(image))
-        finally:
-            await pixels.give_back(height * width)
-
     @app.get("/health")
     async def health() -> dict[str, str]:
         """Tells whether predictions are answered."""
-        if waiting.seconds > STALL_SECONDS:
-            raise HTTPException(503, f"no request was answered for {waiting.seconds:.0f} s")
-        if batches.num_failures >= MAX_FAILURES:
-            raise HTTPException(503, f"the last {batches.num_failures} predictions failed")
+        service.check_health()
         return {"status": "ok"}
 
     @app.get("/model")
@@ -278,32 +327,11 @@ def build_server(
 
     @app.post("/predict", openapi_extra={"requestBody": _BODY})
     async def predict_image(request: Request, threshold: float = Query(0.3, ge=0, le=1)) -> Boxes:
-        """Detects objects in a JPEG, PNG, WebP or BMP image."""
-        nonlocal num_open
+        """Detects objects in a JPEG, PNG, WebP or BMP image, or in the file of a form."""
         unknown = request.query_params.keys() - {"threshold"}
         if unknown:
             raise HTTPException(422, f"no parameter '{min(unknown)}': there is 'threshold'")
-        if num_open >= limits.waiting:
-            raise _busy()
-        num_open += 1
-        body = bytearray()
-        try:
-            await read_body(request, limits, bodies, body)
-            waiting.open()
-            try:
-                height, width, detections = await answer(request, body)
-            finally:
-                waiting.close()
-        except UnreadableImage as error:
-            hint = "send a JPEG, PNG, WebP or BMP file: curl --data-binary @photo.jpg"
-            raise HTTPException(422, f"{error.reason}; {hint}") from error
-        except ClientDisconnect as error:  # nobody will receive the response
-            raise HTTPException(400, "the client closed the connection") from error
-        except asyncio.CancelledError as error:  # the time after a signal is over
-            raise HTTPException(503, "the server stops") from error
-        finally:
-            num_open -= 1
-            await bodies.give_back(len(body))
+        height, width, detections = await service.predict(request)
         boxes = [Box.of(box) for box in detections if box.score >= threshold]
         return Boxes(width=width, height=height, boxes=boxes)
 
@@ -323,7 +351,7 @@ def describe(schema: dict[str, Any]) -> str:
     return (
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title>"
         f"<h1>{title}</h1><p>{html.escape(schema['info']['description'])}</p>"
-        "<pre>curl --data-binary @photo.jpg 'http://HOST:PORT/predict?threshold=0.5'</pre>"
+        "<pre>curl -F file=@photo.jpg 'http://HOST:PORT/predict?threshold=0.5'</pre>"
         f"<table border='1' cellpadding='6'><tr><th>request<th>parameters<th>answer</tr>{table}"
         "</table><p>The full description is <a href='openapi.json'>openapi.json</a>.</p></html>"
     )
@@ -338,6 +366,20 @@ async def explain_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     return JSONResponse({"detail": f"{first['loc'][-1]}: {first['msg']}"}, 422)
+
+
+def take_image(request: Request, body: bytearray) -> bytearray:
+    """Returns the image in a request body: the body itself, or the file in a form.
+
+    Raises an ``HTTPException`` if a form does not have exactly one file.
+    """
+    content_type = request.headers.get("content-type", "")
+    if not is_form(content_type):
+        return body
+    try:
+        return read_file(body, content_type)
+    except BadForm as error:
+        raise HTTPException(422, f"{error}: curl -F file=@photo.jpg") from error
 
 
 async def read_body(request: Request, limits: Limits, bodies: Budget, body: bytearray) -> None:
@@ -395,16 +437,7 @@ def serve(
         # handler, the exit code would then be that of a killed process. A normal exit would wait
         # for the threads.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-        config = uvicorn.Config(
-            app,
-            http=LimitedProtocol,
-            ws="none",
-            loop="asyncio",  # decided here, as LimitedProtocol is tested with it
-            log_level="error",  # a warning for each bad request would fill the disk
-            backlog=_BACKLOG,
-            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-        )
-        Server(config).run(sockets=[listener])
+        run_server(app, listener)
 
 
 def load_and_warm_up(weights: str, device: str | None, fast: bool) -> Detector:
@@ -413,21 +446,3 @@ def load_and_warm_up(weights: str, device: str | None, fast: bool) -> Detector:
     black_image = np.zeros((480, 640, 3), np.uint8)
     detector.predict(black_image)
     return detector
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket. Raises a ``UserError`` if ``host`` or ``port`` is unusable."""
-    if not host:  # the system would listen on all addresses
-        raise UserError("the host is empty: choose --host 127.0.0.1, or 0.0.0.0 for all addresses")
-    is_ipv6 = ":" in host
-    listener = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)  # connections wait until the server starts
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise UserError(
-            f"cannot listen on {host}:{port} ({error}): choose another --port"
-        ) from error
-    return listener

@@ -187,8 +187,9 @@ _KEYS: dict[str, dict[str, Any]] = {
     "MODEL.KEEP_CLASSES": {  # of the detector in MODEL.WEIGHTS, by --keep-classes
         "NUM": 0,  # number of kept classes, which come first; the flag sets it
         "WEIGHT": 1.0,  # weight of the losses towards the old detector's scores and boxes
-        # Boxes are learned where the old detector's score is at least this high.
-        "MIN_SCORE": 0.2,
+        # Boxes are learned where the old detector's score is at least this high. For MF-DETR, these
+        # boxes become labels.
+        "MIN_SCORE": 0.3,
         # Weight of the loss that keeps the feature maps of a trained encoder.
         "FEATURE_WEIGHT": 0.1,
     },

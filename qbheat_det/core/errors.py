@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
-from .termination import Interrupted, ends_on_sigterm
+from .termination import Interrupted, end_process, ends_on_sigterm
 from .text import escape_controls, one_line
 
 P = ParamSpec("P")
@@ -71,6 +71,8 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
             message = f"{disk} is full: free some space, or choose another folder"
         except Interrupted as stop:
             print(str(stop) or "interrupted", file=sys.stderr)
+            if stop.number == signal.SIGTERM:
+                end_process(stop.code)
             raise SystemExit(stop.code) from None
         except KeyboardInterrupt as stop:
             print(str(stop) or "interrupted", file=sys.stderr)

@@ -8,7 +8,7 @@ from .checks import DataError, find_record_errors, join_messages, raise_first
 from .datasets import register_builtin_sets
 from .datasets.account import LEFT_OUT_FILE, Account, join_accounts
 from .datasets.annotated import ANNOTATED_IDS, count_annotated, describe_annotated, find_annotated
-from .datasets.annotations import Annotations, check_same_classes
+from .datasets.annotations import Annotations, check_same_classes, note_spellings
 from .datasets.fingerprints import fingerprint_images
 from .datasets.image_folder import (
     check_image_folder,
@@ -109,6 +109,7 @@ __all__ = [
     "match_image_errors",
     "merge_images",
     "merge_tiles",
+    "note_spellings",
     "number_records",
     "open_images",
     "open_source",

@@ -39,7 +39,7 @@ from .trainer import Trainer
 
 _SUFFIX = "_dry_run"
 _NUM_TEST_IMAGES = 6  # of each test set
-_ADVICE = "A lower SOLVER.EPOCHS at the end of the command makes the run shorter."
+_ADVICE = "Shorter: --minutes N, --epochs N, or --freeze. Larger images take more memory and time."
 _TOO_SMALL = {
     "Disk": "The disk is too small: lower SOLVER.CHECKPOINTS_KEPT or free some space.",
     "Cache": "The disk of the cache is too small: lower INPUT.FIXED_VIEWS.COUNT, or set "
@@ -49,7 +49,7 @@ _TOO_SMALL = {
 
 @dataclass(frozen=True)
 class DryRunReport:
-    """The forecast of a run; ``str`` formats it as a table.
+    """The forecast of a stage.
 
     Attributes:
         model: name, device and size of the model.
@@ -68,26 +68,23 @@ class DryRunReport:
 
     @property
     def total_seconds(self) -> float:
-        """Duration of the whole run."""
+        """Duration of the stage."""
         return sum(seconds * times for seconds, times in self.costs.values())
 
-    def __str__(self) -> str:
-        lines = [self.model, "", f"{'Forecast':<32}{'each':>18}{'times':>10}{'together':>16}"]
-        for name, (seconds, times) in self.costs.items():
-            each = format_duration(seconds)
-            together = format_duration(seconds * times)
-            lines.append(f"{name:<32}{each:>18}{times:>10,}{together:>16}")
-        lines += [f"{'Whole run':<60}{format_duration(self.total_seconds):>16}", ""]
-        for name, needed in self.memory.items():
-            lines.append(f"{name + ':':<12}{format_bytes(needed)} per process")
-        for name, (needed, available) in self.disks.items():
-            sizes = f"{format_bytes(needed)}, {format_bytes(available)} available"
-            lines.append(f"{name + ':':<12}{sizes}")
-        for name, (needed, available) in self.disks.items():
-            if needed >= available:
-                lines.append(_TOO_SMALL[name])
-        lines.append("Larger images take more memory and time.")
-        return "\n".join(lines)
+    def sum_costs(self, *names: str) -> float:
+        """Returns the seconds of the parts whose names begin with one of ``names``."""
+        return sum(
+            seconds * times
+            for part, (seconds, times) in self.costs.items()
+            if part.startswith(names)
+        )
+
+    def get_cost(self, name: str) -> float:
+        """Returns the seconds per call of the part whose name begins with ``name``; 0 if none."""
+        for part, (seconds, _) in self.costs.items():
+            if part.startswith(name):
+                return seconds
+        return 0.0
 
 
 class BuildTrainer(Protocol):
@@ -97,14 +94,45 @@ class BuildTrainer(Protocol):
         """Returns a trainer that completes feature caches by ``fill``."""
 
 
-def print_forecasts(stages: Sequence[Stage], build_trainer: BuildTrainer) -> None:
-    """Prints the forecast of each stage of a run on the main process."""
-    texts = []
-    for stage in stages:
-        report = dry_run(stage.cfg, build_trainer)
-        texts += [stage.title, str(report)]
+def print_forecast(stages: Sequence[Stage], build_trainer: BuildTrainer) -> None:
+    """Prints the forecast of a run on the main process."""
+    reports = [dry_run(stage.cfg, build_trainer) for stage in stages]
     if comm.is_main_process():
-        print("\n\n".join(text for text in [*texts, _ADVICE] if text))
+        print(format_forecast(reports, [stage.title for stage in stages]))
+
+
+def format_forecast(reports: Sequence[DryRunReport], titles: Sequence[str]) -> str:
+    """Formats the forecasts of the stages of a run as one table, under the sums.
+
+    Args:
+        reports: the forecast of each stage.
+        titles: the title of each stage, which may be empty.
+    """
+    seconds = sum(report.total_seconds for report in reports)
+    lines = [f"Whole run: {format_duration(seconds)}"]
+    for name in reports[-1].memory:
+        most = max(report.memory[name] for report in reports)
+        lines[0] += f", {format_bytes(most)} of {name[0].lower() + name[1:]} per process"
+    shortages = []
+    for name in _TOO_SMALL:
+        disks = [report.disks[name] for report in reports if name in report.disks]
+        if not disks:
+            continue
+        needed = sum(disk[0] for disk in disks)  # the files of each stage are kept
+        available = min(disk[1] for disk in disks)
+        lines[0] += f", {format_bytes(needed)} of {name.lower()}"
+        lines[0] += f" ({format_bytes(available)} available)"
+        if needed >= available:
+            shortages.append(_TOO_SMALL[name])
+    lines += shortages
+    for report, title in zip(reports, titles, strict=True):
+        lines += ["", *title.splitlines(), report.model]
+        for name, (each, times) in report.costs.items():
+            together = format_duration(each * times)
+            lines.append(f"  {name:<36}{format_duration(each):>14} x {times:<8,}{together:>14}")
+        if len(reports) > 1:
+            lines.append(f"  {'Together':<61}{format_duration(report.total_seconds):>14}")
+    return "\n".join([*lines, "", _ADVICE])
 
 
 def dry_run(cfg: CfgNode, build_trainer: BuildTrainer, *, num_steps: int = 3) -> DryRunReport:

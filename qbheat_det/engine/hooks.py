@@ -198,9 +198,9 @@ class EvalHook(HookBase):
         self.trainer.move_end(num_done)
         if comm.is_main_process():
             logger.info(
-                f"Stopping early, after {num_done:,} of {num_planned:,} iterations: the best "
-                f"{self._best_metric}, {self.best['value']:.4g}, was after {self.count_to_best():,} "
-                f"(TEST.PATIENCE {self._patience:g}; 0 never stops early)"
+                f"Stopping early, after {num_done:,} of {num_planned:,} iterations: "
+                f"{self._best_metric} was best ({self.best['value']:.4g}) after "
+                f"{self.count_to_best():,} (TEST.PATIENCE {self._patience:g}; 0 never stops early)"
             )
 
     def _evaluate(self) -> None:

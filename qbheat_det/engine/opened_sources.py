@@ -17,6 +17,7 @@ from qbheat_det.data import (
     check_class_map,
     join_annotations,
     join_class_names,
+    note_spellings,
     open_images,
     open_source,
     read_annotations,
@@ -192,6 +193,8 @@ def join_roles(
     training_sets = sources.get("train", members)
     names_of_sets = [opened.class_names for opened in training_sets]
     class_names = join_class_names(names_of_sets, class_map)
+    origin = " + ".join(opened.source.path for opened in training_sets)
+    _add_notes(members[0].account, note_spellings(class_names, origin))
     if kept:
         check_new_classes(kept, class_names)
         class_names = list(dict.fromkeys([*kept, *class_names]))
@@ -216,7 +219,11 @@ def join_sources(
             known[id(account)].add(box)
             account.used["box"] -= 1
             account.left_out.append(box)
-    notes = members[0].account.notes
-    notes += [note for note in annotations.account.notes if note not in notes]
+    _add_notes(members[0].account, annotations.account.notes)
     source = Source.join([member.source for member in members], class_names, class_map)
     return OpenedSource(source, annotations, annotations.account, tuple(members))
+
+
+def _add_notes(account: Account, notes: Sequence[str]) -> None:
+    """Adds notes about several data sets to the account of the first one."""
+    account.notes += [note for note in notes if note not in account.notes]

@@ -27,7 +27,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.termination import Interrupted
 from qbheat_det.data import TrainStream
 
-from .hooks import EvalHook, TrainingRun, is_saved
+from .hooks import EvalHook, is_saved
 from .run_record import RUN_FILE, find_launch, read_run_record
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@
 Read ``assemble_run`` from top to bottom. It reads the config (``run_config.py``), opens and
 prepares the data (``run_data.py``), and returns one ``Stage`` for each training. A stage is a
 frozen value: its config is complete, and its data are checked and registered.
-``qbheat_det.api.training.train`` trains it.
+``qbheat_det.api.training.train_stage`` trains it.
 
 ``SOLVER.FIRST_STAGE`` names the config of a first stage, usually a head on cached features of a
 frozen encoder, which trains in minutes. The second stage starts from its weights and also trains
@@ -37,6 +37,7 @@ from .run_config import (
 from .run_data import Draft, RunData, check_flags, check_records, prepare_data
 from .run_flags import RunFlags
 from .run_record import check_start, find_start, read_start
+from .time_limit import TimeLimit
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Stage:
         resume: whether to continue the run in ``OUTPUT_DIR``.
         allow_partial: whether ``MODEL.WEIGHTS`` may lack tensors of the model or have extra ones.
         title: first lines of the log, such as "First stage of two".
+        limit: the time of the stage; None unless ``fit_minutes`` has planned it.
     """
 
     cfg: CfgNode
@@ -56,6 +58,7 @@ class Stage:
     resume: bool = False
     allow_partial: bool = False
     title: str = ""
+    limit: TimeLimit | None = None
 
     @property
     def folder(self) -> Path:
@@ -120,6 +123,8 @@ def assemble_run(flags: RunFlags, *, replaces_run: bool = False) -> list[Stage]:
         resume = draft.start.continues if stages else draft.start.resume
         stage = Stage(stage_cfg, stage_data, resume, flags.allow_partial, title)
         stages.append(stage.with_values(values))
+    if flags.freeze:
+        stages[0] = stages[0].with_title(_describe_freeze(stages[0].cfg))
     if len(stages) == 2:
         stages[0] = stages[0].with_title("First stage of two")
         stages[1] = stages[1].with_title("Second stage of two")
@@ -130,6 +135,13 @@ def assemble_run(flags: RunFlags, *, replaces_run: bool = False) -> list[Stage]:
         )
     check_records([stage.cfg for stage in stages], data, eval_only=False)
     return stages
+
+
+def _describe_freeze(cfg: CfgNode) -> str:
+    """Says what ``--freeze`` does to a recipe."""
+    if cfg.MODEL.CACHE_FEATURES.ENABLED:
+        return "--freeze: the head trains on cached features of the frozen encoder"
+    return "--freeze: the recipe has no SOLVER.FIRST_STAGE, so each step runs the frozen encoder"
 
 
 def assemble_evaluation(flags: RunFlags) -> Stage:

@@ -91,7 +91,8 @@ def read_config(flags: RunFlags) -> CfgNode:
     """Reads the config that the flags name or imply, without the values that depend on the data.
 
     It is ``--config-file`` or the recipe of ``--size``, or else the config inside ``--weights``, or
-    else the default recipe of the task of the data.
+    else the default recipe of the task of the data. With ``--freeze``, it is the first stage of
+    this config, if there is one: it trains the same model on cached features of the frozen encoder.
 
     Raises:
         UserError: the config is invalid, the weights are for another task than the data, or
@@ -110,6 +111,8 @@ def read_config(flags: RunFlags) -> CfgNode:
         cfg = _read_config_of_weights(weights, overrides, find_task_of_flags(flags))
     else:
         cfg = load_config(choose_recipe(flags), opts)
+    if flags.freeze and cfg.SOLVER.FIRST_STAGE and not flags.eval_only:
+        cfg = _load_first_stage(cfg, overrides)
     if flags.image_size is None:
         return cfg
     return with_values(cfg, _find_size_values(cfg, flags))
@@ -118,7 +121,8 @@ def read_config(flags: RunFlags) -> CfgNode:
 def choose_recipe(flags: RunFlags) -> str:
     """Returns the name of the shipped config for the data: that of ``--size``, or the default.
 
-    On a GPU, detectors have another default than on a CPU. A resumed run keeps its own.
+    On a GPU, detectors have another default than on a CPU, unless ``--freeze`` needs a recipe with
+    a first stage. A resumed run keeps its own.
 
     Raises:
         UserError: ``--size`` is given for data without boxes, or the flags name no training data.
@@ -128,7 +132,8 @@ def choose_recipe(flags: RunFlags) -> str:
         raise UserError(f"--size is for detectors, but the data are {task.learns_from}")
     if flags.size:
         return task.sizes[flags.size]
-    if task.sizes and _starts_on_gpu(flags.overrides, resume=flags.resume):
+    is_on_gpu = _starts_on_gpu(flags.overrides, resume=flags.resume)
+    if task.sizes and is_on_gpu and not flags.freeze:
         return next(iter(task.sizes.values()))
     return task.recipe
 
@@ -201,13 +206,22 @@ def read_first_stage(cfg: CfgNode, overrides: Mapping[str, str]) -> CfgNode | No
     weights = overrides.get("MODEL.WEIGHTS")
     if weights is not None and not (weights and holds_encoder(weights)):
         return None
-    name = f"SOLVER.FIRST_STAGE '{cfg.SOLVER.FIRST_STAGE}'"
     first_overrides = {
         **list_shared_overrides(overrides),
         "OUTPUT_DIR": str(Path(cfg.OUTPUT_DIR, FIRST_STAGE_FOLDER)),
     }
+    return _load_first_stage(cfg, first_overrides)
+
+
+def _load_first_stage(cfg: CfgNode, overrides: Mapping[str, str]) -> CfgNode:
+    """Loads ``SOLVER.FIRST_STAGE``, a config for the task and the model of ``cfg``.
+
+    Raises:
+        UserError: the first stage's config is invalid, is for another model, or has a first stage.
+    """
+    name = f"SOLVER.FIRST_STAGE '{cfg.SOLVER.FIRST_STAGE}'"
     try:
-        first = load_config(cfg.SOLVER.FIRST_STAGE, as_opts(first_overrides))
+        first = load_config(cfg.SOLVER.FIRST_STAGE, as_opts(overrides))
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
     if first.SOLVER.FIRST_STAGE:

@@ -220,7 +220,7 @@ class RunData:
         if self.split is not None:
             path = folder / SPLIT_FILE
             write_atomically(path, (json.dumps(self.split, indent=1) + "\n").encode())
-            num_held_out = len(self.split["val"])
+            num_held_out = self.split.get("num_held_out", len(self.split["val"]))
             logger.info(f"{num_held_out:,} images are held out for evaluation, see '{path}'")
         if self.seen is not None:
             self.seen.write(folder)
@@ -645,7 +645,8 @@ def _read_or_make_split(
     )
     paths = _list_paths(flags)
     data = paths[0] if len(paths) == 1 else paths
-    return {"data": data, **split, "val": [*split["val"], *own_val]}
+    num_held_out = len(split["val"])  # without the images of validation parts
+    return {"data": data, "num_held_out": num_held_out, **split, "val": [*split["val"], *own_val]}
 
 
 def _list_paths_of(opened: OpenedSource) -> list[str]:

@@ -67,7 +67,8 @@ class RunFlags:
             ``INPUT.MIN_SIZE_TRAIN``, or ``INPUT.MIN_SIZE_TEST`` with ``eval_only``. All other sizes
             are scaled by the same factor. For other models, it is the side of the square images.
         tile: ``INPUT.TILE``, side of overlapping tiles in pixels; 0 uses whole images only.
-        freeze: freeze the whole backbone (``MODEL.BACKBONE.FREEZE_AT 9``).
+        freeze: freeze the whole backbone (``MODEL.BACKBONE.FREEZE_AT 9``). Of a recipe with
+            ``SOLVER.FIRST_STAGE``, only this stage is trained, on cached features.
         max_left_out: ``DATASETS.MAX_LEFT_OUT``, share of images or boxes that may have faults.
         allow_partial: start from ``weights`` even if they lack tensors of the model, or have extra
             ones.

@@ -62,6 +62,7 @@ from .mean_teacher import MeanTeacher, build_eval_hooks
 from .old_detector import OldDetector
 from .resume import StopSignals, YieldToNewerStart, check_same_config, check_same_images
 from .step import StepTrainer, choose_precision
+from .time_limit import EndInTime, TimeLimit
 
 logger = logging.getLogger(__name__)
 Hook = TypeVar("Hook", bound=HookBase)
@@ -80,12 +81,20 @@ class Trainer(DefaultTrainer):
     """
 
     @reads_our_keys
-    def __init__(self, cfg: CfgNode, *, allow_partial: bool = False, fill: Fill = fill) -> None:
+    def __init__(
+        self,
+        cfg: CfgNode,
+        *,
+        allow_partial: bool = False,
+        fill: Fill = fill,
+        limit: TimeLimit | None = None,
+    ) -> None:
         """
         Args:
             cfg: complete config.
             allow_partial: accept weights that lack tensors of the model or have extra ones.
             fill: encodes the missing views of a feature cache.
+            limit: the time of the run; None for a run that takes as long as it takes.
         """
         TrainerBase.__init__(self)  # DefaultTrainer's would build parts that are replaced here
         data_loader = self.build_train_loader(cfg)
@@ -143,6 +152,7 @@ class Trainer(DefaultTrainer):
         build_test_loader = (self.cached_features or self.targets or self).build_test_loader
         self._evaluation = Evaluation(cfg, build_test_loader)
         self._last_eval_results: dict[str, Any] = {}
+        self._limit = limit
         self.register_hooks(self.build_hooks())
 
     @property
@@ -191,7 +201,7 @@ class Trainer(DefaultTrainer):
         before = check_same_config(saved, self.cfg)
         self.checkpointer.resume(self.resumed_from)
         self.start_iter = self.iter + 1
-        weights = before.get("MODEL.WEIGHTS", self.cfg.MODEL.WEIGHTS)  # of the run's start
+        weights = str(before.get("MODEL.WEIGHTS", self.cfg.MODEL.WEIGHTS))  # of the run's start
         self.cfg = with_values(self.cfg, {"SEED": self.seed, "MODEL.WEIGHTS": weights})
         self.cfg.freeze()
         if self._old_detector:
@@ -241,18 +251,19 @@ class Trainer(DefaultTrainer):
         with EventStorage(self.start_iter) as self.storage:
             try:
                 self.before_train()
-                while self.iter < self.max_iter:
-                    self.before_step()
-                    self.run_step()
-                    self.after_step()
-                    self.iter += 1
+                try:
+                    while self.iter < self.max_iter:
+                        self.before_step()
+                        self.run_step()
+                        self.after_step()
+                        self.iter += 1
+                finally:  # but not if a hook has not begun
+                    self.after_train()
             except UserError:
                 raise  # the command prints it
             except Exception:
                 logger.exception("Exception during training:")
                 raise
-            finally:
-                self.after_train()
 
     def move_end(self, max_iter: int) -> None:
         """Makes the run end after ``max_iter`` iterations. The learning rate follows.
@@ -284,10 +295,16 @@ class Trainer(DefaultTrainer):
         """Returns the hooks in the order in which they run."""
         cfg = self.cfg
         is_main = comm.is_main_process()
+        end_in_time = None
+        if self._limit is not None:
+            end_in_time = EndInTime(
+                self._limit, max_iter=self.max_iter, eval_period=cfg.TEST.EVAL_PERIOD
+            )
         return [
             hooks.IterationTimer(),
             hooks.LRScheduler(),
             hooks.CallbackHook(after_step=self._update_average) if self._average else None,
+            end_in_time,
             YieldToNewerStart() if is_main else None,
             *build_eval_hooks(cfg, self._mean_teacher, burn_in=self.data_loader.burn_in),
             PeriodicWriter(cfg.SOLVER.LOG_PERIOD) if is_main else None,

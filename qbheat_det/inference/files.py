@@ -17,7 +17,7 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
-from qbheat_det.core.text import one_line
+from qbheat_det.core.text import escape_controls, one_line
 from qbheat_det.core.torchrun import collect, share
 
 from .decoding import DecodingLimits, DecodingProcesses
@@ -249,7 +249,14 @@ def _open_file(
         image = decoders.decode(file.path, file.path, limits)
         return iter([NamedImage(image, None, file.name)]), 0.0
     frames, fps, num_frames = decoders.open_video(file.path, limits)
-    frames = tqdm(frames, total=num_frames, unit="frame", desc=file.name, leave=False, disable=None)
+    frames = tqdm(
+        frames,
+        total=num_frames,
+        unit="frame",
+        desc=escape_controls(file.name),
+        leave=False,
+        disable=None,
+    )
     named = (NamedImage(frame, None, file.name, index) for index, frame in enumerate(frames))
     return named, fps
 

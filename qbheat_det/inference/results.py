@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
+from qbheat_det.core.other_names import NamesAttributes
 
 from .drawing import draw_instances
 from .images import Image, read_rgb
@@ -27,8 +28,8 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 _LOCAL_FILES = "/data/local-files/?d="  # Label Studio's URL of files in local storage
 
 
-class DetectedBox(NamedTuple):
-    """One box with its corners in pixels, its score in [0, 1], and its class."""
+class _Box(NamedTuple):
+    """The fields of ``DetectedBox``, because a ``NamedTuple`` cannot have another base class."""
 
     xyxy: tuple[float, float, float, float]
     score: float
@@ -36,11 +37,17 @@ class DetectedBox(NamedTuple):
     class_id: int
 
 
+class DetectedBox(NamesAttributes, _Box):
+    """One box with its corners in pixels, its score in [0, 1], and its class."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, repr=False)
-class Detections:
+class Detections(NamesAttributes):
     """The boxes that a detector found in one image, in descending order of scores.
 
-    Iterating yields a ``DetectedBox`` for each box.
+    Iterating yields a ``DetectedBox`` for each box. ``detections[0]`` is the best one.
 
     Attributes:
         instances: Detectron2's ``Instances`` on the CPU, with ``pred_boxes``, ``scores`` and
@@ -84,6 +91,9 @@ class Detections:
             strict=True,
         ):
             yield DetectedBox(tuple(xyxy), score, class_name, class_id)
+
+    def __getitem__(self, index: int) -> DetectedBox:
+        return list(self)[index]
 
     @property
     def image(self) -> Image:

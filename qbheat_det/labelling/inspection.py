@@ -8,12 +8,14 @@ and predicts on the other half. ``appearance`` judges boxes by the features of t
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torchvision.ops import box_iou
 
 from qbheat_det.api import Detector, Encoder, load, load_encoder
 from qbheat_det.api.training import train_afresh
@@ -26,7 +28,7 @@ from qbheat_det.engine.run_flags import FREEZE_ALL
 
 from .appearance import encode_files, judge_boxes
 from .labels import ImageBoxes, Labels, LabelSuspect, open_labels, stack_boxes
-from .suspects import Suspect, find_suspects
+from .suspects import Labelled, Suspect, find_suspects
 
 logger = logging.getLogger(__name__)
 _RECIPE = "custom/cached_retinanet_lite0_probe.yaml"
@@ -37,6 +39,7 @@ _SCHEDULE = ("SOLVER.EPOCHS", "10.0", "SOLVER.MIN_ITER", "160", "INPUT.FIXED_VIE
 _MIN_PROBABILITY = 0.1  # of listed suspects: a person looks at ten suspects to find an error
 _MIN_LISTED = 20
 _MAX_LISTED = 200
+_SAME_IOU = 0.5  # smallest IoU of two boxes of one object
 
 
 @dataclass(frozen=True)
@@ -96,16 +99,40 @@ def inspect_labels(
     readable = [index for index, image in enumerate(encoded) if image is not None]
     annotations = labels.list_annotations()
     truth = [stack_boxes(annotations[index]) for index in readable]
-    predictions = [predictions[index] for index in readable]
+    every_unannotated = labels.find_unannotated()
+    unannotated = [every_unannotated[index] for index in readable]
+    predictions = drop_unannotated([predictions[index] for index in readable], truth, unannotated)
     category_ids = labels.file.category_ids
     maps = [image for image in encoded if image is not None]
     judgements = judge_boxes(maps, truth, predictions, category_ids, seed)
     suspects = find_suspects(truth, predictions, judgements, category_ids, seed=seed)
     described = []
     for suspect in suspects:
+        if suspect.kind == "missing" and suspect.label in unannotated[suspect.image]:
+            continue
         located = replace(suspect, image=readable[suspect.image])
         described.append(describe_suspect(labels, annotations, located))
     return labels, described, ap50
+
+
+def drop_unannotated(
+    predictions: Labelled, truth: Labelled, unannotated: Sequence[Collection[int]]
+) -> list[ImageBoxes]:
+    """Drops predictions that may show objects which were not to be labelled.
+
+    Args:
+        predictions: predicted boxes of each image.
+        truth: annotated boxes of each image.
+        unannotated: ids of the classes that are not annotated in each image. Their predictions are
+            kept only where they overlap an annotated box with an IoU of at least 0.5.
+    """
+    kept = []
+    for predicted, annotated, classes in zip(predictions, truth, unannotated, strict=True):
+        is_kept = ~torch.isin(predicted.classes, torch.tensor(sorted(classes), dtype=torch.long))
+        if len(annotated.boxes):
+            is_kept |= box_iou(predicted.boxes, annotated.boxes).amax(dim=1) >= _SAME_IOU
+        kept.append(ImageBoxes(*(values[is_kept] for values in predicted)))
+    return kept
 
 
 def warn_of_seen_images(labels: Labels, trained: Detector | Encoder) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record, write_atomically
-from qbheat_det.data import Annotations, open_source
+from qbheat_det.data import Annotations, find_annotated, open_source
+from qbheat_det.data.datasets.annotated import restore_annotated
 from qbheat_det.data.datasets.annotations import is_inside
 
 Kind = Literal["missing", "location", "class", "extra", "duplicate"]
@@ -104,6 +105,12 @@ class Labels:
 
     file: Annotations
     digest: str
+
+    def find_unannotated(self) -> list[frozenset[int]]:
+        """Returns the ids of the classes that each image may have objects of without a box."""
+        annotated = find_annotated(self.file.keep())
+        every_id = frozenset(self.file.category_ids)
+        return [every_id - annotated.get(image["id"], every_id) for image in self.file.images]
 
     def list_annotations(self) -> list[list[dict[str, Any]]]:
         """Returns the annotations of each image, without crowds, in the order of the images."""
@@ -226,6 +233,7 @@ def apply_corrections(
             annotation.pop("segmentation", None)  # the mask does not fit the moved box
             annotation.update(box)
     content["annotations"] = list(entries.values())
+    content["images"] = restore_annotated(content, find_annotated(labels.file.keep()))
     write_atomically(output, json.dumps(content).encode())
     folder = os.path.abspath(labels.file.image_root)
     command = shlex.join(["qbheat", "train", "--data", str(output), "--images", folder])

@@ -73,7 +73,7 @@ class KeptClassLoss:
 
     num_classes: int = 0
     weight: float = 1.0
-    min_score: float = 0.2
+    min_score: float = 0.3
     feature_weight: float = 0.0
 
     @classmethod

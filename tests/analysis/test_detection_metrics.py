@@ -2,6 +2,7 @@
 """Metrics and types of errors by hand; figures of detections."""
 
 import json
+import shlex
 from collections import Counter
 
 import numpy as np
@@ -169,13 +170,27 @@ def test_metrics_of_inference_are_those_computed_by_hand(data, tmp_path):
     assert run["errors"] == {"correct": 1, "wrong": 2, "missed": 2}
     assert ["AP (%)", f"{AP_DISC / 2:.2f}"] in [list(row) for row in figure.table.rows]
     assert list(figure.images) == [
+        "best_1",
         "ap",
+        "confusion",
         "predictions_1",
         "predictions_2",
         "predictions_3",
         "errors",
-        "confusion",
     ]
+    # Only the disc of image 1 or 3 is found.
+    assert figure.images["best_1"].caption.endswith("1 of 1 found, 0 wrong")
+    assert figure.headline == (
+        "Finds 1 of 3 objects in 3 test images, with 2 wrong boxes, at threshold 0.1"
+    )
+    assert shlex.split(figure.command)[:4] == [
+        "qbheat",
+        "predict",
+        "--weights",
+        str(tmp_path / "run"),
+    ]
+    assert figure.command.endswith("--threshold 0.1")
+    assert not [cell for row in figure.table.rows for cell in row if "nan" in cell]
     assert all(path.stat().st_size for path in write_figure(figure, tmp_path / "figures"))
 
 
@@ -198,6 +213,7 @@ def test_several_runs_are_shown_where_their_errors_differ_most(data, tmp_path, m
     shown = [f"{i}.png" for i in (2, 3)]
     figure = draw(*paths, images=2, threshold=0.1)
     assert [figure.images[f"predictions_{i}"].caption for i in (1, 2)] == shown
+    assert (figure.headline, figure.command) == ("", "")
 
 
 def test_confusions_and_errors_by_image_are_those_counted_by_hand():

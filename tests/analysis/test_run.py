@@ -12,6 +12,7 @@ import torch
 
 from qbheat_det.analysis import load_figures
 from qbheat_det.analysis.attention import crop_squares, find_size
+from qbheat_det.analysis.curves import find_quantities
 from qbheat_det.analysis.figures import Figure, Image, NotApplicable, Table
 from qbheat_det.analysis.report import FigureResult, write_page
 from qbheat_det.analysis.run import FigureOptions, Run, choose_images, open_runs, run_each
@@ -207,6 +208,41 @@ def test_a_report_has_every_figure_or_the_reason_why_not_and_after_an_interrupt_
         tool.main([run, "--output", str(path), "--only", "curves", "attention"])
     assert ended.value.code == 130
     assert "Wide &lt;things&gt;" in path.read_text()
+
+
+def test_the_result_of_one_run_stands_first_and_its_table_fits_a_phone(tmp_path):
+    table = Table(("Run", *"abcdef"), [("mine", *"123456")])
+    figure = Figure(
+        "curves", "Curves", table=table, headline="Finds 3 of 4.", command="qbheat predict"
+    )
+    for runs in (1, 2):
+        rows = [("mine", "detection")] * runs
+        path = tmp_path / f"{runs}.html"
+        write_page(
+            path,
+            "T",
+            "Lead.",
+            Table(("Run", "For"), rows),
+            [FigureResult("curves", figure)],
+            command="",
+        )
+    text = (tmp_path / "1.html").read_text()
+    assert 0 < text.index("Finds 3 of 4.") < text.index("qbheat predict") < text.index("Lead.")
+    header = re.search(r"<thead>.*?</thead>", text, flags=re.DOTALL)[0]
+    assert re.findall(r">(\w+)</th>", header) == ["Run", "mine"]
+    assert "Finds 3 of 4." not in (tmp_path / "2.html").read_text()  # of which of the runs?
+
+
+def test_teacher_and_student_have_their_names():
+    records = [
+        {"iteration": step, "epoch": step, "bbox/AP": step, "student/bbox/AP": 2 * step}
+        for step in range(3)
+    ]
+    titles = [title for title, _ in find_quantities(records).values()]
+    assert titles == ["AP of the mean teacher on the test set", "AP of the student on the test set"]
+    alone = [{"iteration": 1, "bbox/AP50": 1, "segm/AP50": 1, "knn/accuracy": 2}]
+    titles = [title for title, _ in find_quantities(alone).values()]
+    assert titles == ["AP50 on the test set", "segm/AP50 on the test set", "Accuracy: knn/accuracy"]
 
 
 def test_flags_are_the_keyword_arguments_of_the_registered_figures():

@@ -1,6 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """``Detector``: the same boxes for every kind of image and batch; evaluation, training, exports."""
 
+import dataclasses
+import inspect
 import itertools
 import json
 from pathlib import Path
@@ -9,10 +11,12 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from detectron2.structures import Instances
 
 import qbheat_det
 from qbheat_det.api import predict_files
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.other_names import ATTRIBUTES, KEYWORDS
 from qbheat_det.inference.images import read_rgb
 from tests.data.pictures import draw, save
 from tests.export.tiny_models import save as save_tiny
@@ -256,6 +260,21 @@ def test_a_trained_detector_has_the_datas_classes_and_the_runs_weights(
         detector.train(toy, output=tmp_path / "run")
 
 
+@pytest.mark.slow
+def test_train_opens_the_detector_that_the_command_would_train(weights, toy, tmp_path):
+    options = {"images": str(toy.parent / "images"), "device": "cpu", "overrides": QUICK}
+    detector = qbheat_det.train(toy, weights=weights, epochs=1, output=tmp_path / "run", **options)
+    assert isinstance(detector, qbheat_det.Detector)
+    assert Path(detector.weights).parent == tmp_path / "run"
+    assert detector.class_names == qbheat_det.load(tmp_path / "run").class_names
+    with pytest.raises(UserError, match="has a run"):
+        qbheat_det.train(toy, output=tmp_path / "run", **options)
+    with pytest.raises(UserError, match="epochs"):  # of which minutes choose the number
+        detector.train(
+            toy, minutes=1, epochs=2, output=tmp_path / "other", images=options["images"]
+        )
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -278,7 +297,8 @@ def test_what_cannot_be_trained_is_named(arguments, named, detector, toy, tmp_pa
         (lambda detector: detector("a.jpg", conf=0.5), "threshold"),
         (lambda detector: detector.predict(source="a.jpg"), "images"),
         (lambda detector: detector.export("a.onnx", format="onnx"), "suffix"),
-        (lambda detector: detector.train("data.yaml", imgsz=640), "INPUT.MIN_SIZE_TRAIN"),
+        (lambda detector: detector.train("data.yaml", imgsz=640), "image_size"),
+        (lambda detector: qbheat_det.train("data.yaml", time=1), "minutes"),
         (lambda detector: detector.evaluate(source="data.yaml"), "data"),
         (lambda detector: detector.embed("a.jpg"), "not an encoder"),
     ],
@@ -286,3 +306,47 @@ def test_what_cannot_be_trained_is_named(arguments, named, detector, toy, tmp_pa
 def test_keywords_and_methods_of_others_name_the_right_one(detector, call, right):
     with pytest.raises((TypeError, UserError), match=right):
         call(detector)
+
+
+@pytest.mark.parametrize(
+    ("read", "right"),
+    [
+        (lambda detector, result: detector.names, "class_names"),
+        (lambda detector, result: detector.val(), "evaluate"),
+        (lambda detector, result: result.plot(), "draw"),
+        (lambda detector, result: result.conf, "scores"),
+        (lambda detector, result: result[0].boxes, r"without \[0\]"),
+        (lambda detector, result: qbheat_det.YOLO, "load"),
+    ],
+)
+def test_attributes_of_others_name_the_right_one(read, right, detector, photos):
+    result = detector.predict(photos / "0.png", threshold=0)
+    with pytest.raises(AttributeError, match=f"use .*{right}"):
+        read(detector, result)
+
+
+def test_names_of_other_libraries_are_none_of_ours(detector, photos):
+    result = detector.predict(photos / "0.png", threshold=0)
+    owners = {"qbheat_det": qbheat_det, "Detector": detector, "Detections": result}
+    owners["DetectedBox"] = result[0]
+    assert owners.keys() == ATTRIBUTES.keys()
+    for owner, right in ATTRIBUTES.items():
+        assert not {*right} & {*dir(owners[owner])}
+    for name, right in KEYWORDS.items():
+        owner = (
+            qbheat_det if name == "train" else qbheat_det.Encoder if name == "embed" else detector
+        )
+        assert not {*right} & {*inspect.signature(getattr(owner, name)).parameters}
+
+
+def test_a_result_is_a_sequence_of_boxes(detector, photos):
+    result = detector.predict(photos / "0.png", threshold=0)
+    assert [result[index] for index in range(len(result))] == list(result)
+    assert result[0].score == max(box.score for box in result)
+    assert isinstance(result[0], tuple)
+    with pytest.raises(IndexError):
+        result[len(result)]
+    assert not hasattr(result, "nothing_known")
+    without_boxes = dataclasses.replace(result, instances=Instances((9, 9)))
+    with pytest.raises(AttributeError, match="pred_boxes"):  # the error of the property itself
+        _ = without_boxes.boxes

@@ -7,8 +7,6 @@ import io
 import json
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -28,13 +26,12 @@ from fastapi import HTTPException
 from fastapi.testclient import TestClient
 
 from qbheat_det.app import server
+from qbheat_det.app.forms import BadForm, read_file
 from qbheat_det.app.server import BatchQueue, Budget, Limits, build_server, read_body, serve
 from qbheat_det.core.errors import UserError
 from tests.data.pictures import make_jpeg_of_scans
 
-ROOT = Path(__file__).resolve().parents[2]
-CELLS = (ROOT / "docs" / "cells.jpg").read_bytes()
-ENTRY = "retinanet/285M_bccd"
+from .server_process import CELLS, ENTRY, ROOT, server_process
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +61,58 @@ def test_the_boxes_are_those_of_predict(client, detector):
     np.testing.assert_allclose(found, wanted, atol=0.006)
 
 
+def test_a_form_is_answered_like_its_image(client):
+    expected = client.post("/predict", content=CELLS).json()
+    fields = {"note": "a field before the file"}
+    assert client.post("/predict", files={"file": CELLS}, data=fields).json() == expected
+    assert len(expected["boxes"]) > 5
+
+
+def make_form(*parts, end=b"--"):
+    """Returns a form of (header, content) parts with the boundary "B"."""
+    body = b"".join(b"--B\r\n" + head + b"\r\n\r\n" + content + b"\r\n" for head, content in parts)
+    return bytearray(body + b"--B" + end)
+
+
+FILE = b'Content-Disposition: form-data; name="file"; filename="a.jpg"'
+FIELD = b'Content-Disposition: form-data; name="filename"'
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\r\n", b"\r\n--", b"x--B", b"\r\n\r\n--A", bytes(range(256))]
+)
+def test_the_file_of_a_form_is_read_byte_by_byte(content):
+    content_type = 'multipart/form-data; boundary="B"'
+    for parts in ([(FILE, content)], [(FIELD, b"x"), (FILE, content), (FIELD, b"")]):
+        assert read_file(make_form(*parts), content_type) == content
+        assert (
+            read_file(b"preamble\r\n" + make_form(*parts, end=b"--\r\n"), content_type) == content
+        )
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (make_form((FIELD, b"x")), "0 files"),
+        (make_form((FILE, b"x"), (FILE, b"y")), "2 files"),
+        (make_form((FILE, b"x"))[:-5], "ends early"),
+        (make_form((b"A" * 10_000, b"x")), "no header"),
+        (bytearray(b"no form"), "boundary"),
+        (bytearray(), "boundary"),
+    ],
+)
+def test_bad_forms_are_named(body, named):
+    with pytest.raises(BadForm, match=named):
+        read_file(body, "multipart/form-data; boundary=B")
+    with pytest.raises(BadForm, match="no boundary"):
+        read_file(body, "multipart/form-data")
+
+
 def test_health_model_and_description(client):
     assert client.get("/health").json() == {"status": "ok"}
     assert client.get("/model").json()["class_names"] == ["RBC", "WBC", "Platelets"]
     operation = client.get("/openapi.json").json()["paths"]["/predict"]["post"]
-    assert set(operation["requestBody"]["content"]) == {"image/*"}
+    assert set(operation["requestBody"]["content"]) == {"image/*", "multipart/form-data"}
 
 
 def _png(height, width):
@@ -86,7 +130,10 @@ def _png(height, width):
         ({"content": _png(1000, 1000)}, 422, "0.5 million pixels"),
         ({"content": _png(1, 20_000)}, 422, "elongated"),
         ({"content": bytes(300_000)}, 413, "0.2 MB"),
-        ({"files": {"image": CELLS}}, 422, "not an image"),
+        ({"files": {"file": b"text"}}, 422, "not an image"),
+        ({"files": {"file": bytes(300_000)}}, 413, "0.2 MB"),
+        ({"files": [("a", CELLS[:9]), ("b", CELLS[:9])]}, 422, "2 files"),
+        ({"files": {"file": (None, "text")}}, 422, "0 files"),
         ({"content": CELLS, "params": {"conf": 0.9}}, 422, "conf"),
         ({"content": CELLS, "params": {"threshold": 2}}, 422, "threshold"),
     ],
@@ -224,20 +271,6 @@ def test_what_is_no_detector_and_a_taken_port_are_named():
         serve(ENTRY, port=99999)
     with pytest.raises(UserError, match="host is empty"):
         serve(ENTRY, host="", port=0)
-
-
-@contextlib.contextmanager
-def server_process():
-    """Runs ``qbheat serve``, and yields the process and its port."""
-    command = [sys.executable, str(ROOT / "tools" / "serve.py"), "--weights", ENTRY, "--port", "0"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
-        try:
-            assert process.stdout is not None
-            address = process.stdout.readline().split(" on ")[1].split(",")[0]
-            yield process, int(address.rpartition(":")[2])
-        finally:
-            process.kill()
 
 
 def _ask(port):

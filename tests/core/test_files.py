@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Files that are whole or not there; text for people; how tools end."""
 
+import argparse
 import errno
 import os
 import resource
@@ -20,7 +21,9 @@ from qbheat_det.core import files
 from qbheat_det.core.errors import UserError, exit_on_user_error
 from qbheat_det.core.files import check_writable, remove_leftovers, write_atomically
 from qbheat_det.core.text import escape_controls, format_bytes, format_duration, join_first
+from qbheat_det.inference.results import Predictions
 from tests.checkpoint.tiny_models import TinyDetector
+from tests.tool_modules import load_tool
 
 
 def test_names_in_foreign_files_do_not_control_the_terminal(capsys):
@@ -33,6 +36,10 @@ def test_names_in_foreign_files_do_not_control_the_terminal(capsys):
     with pytest.raises(SystemExit):
         fail()
     assert capsys.readouterr().err == "error: the class '\\x1b]0;title\\x07' is unknown\n"
+    predictions = Predictions(skipped=[("\x1b[2J.jpg", "not an image")])
+    args = argparse.Namespace(threshold=0.3, output="", json=None)
+    load_tool("predict").print_report(predictions, args)
+    assert "skipped \\x1b[2J.jpg: not an image" in capsys.readouterr().err
 
 
 def _names(folder):

@@ -1,47 +1,72 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Epochs, image size and stages for a number of minutes, by hand arithmetic."""
+"""Epochs, views, image size and stages for a number of minutes, by hand arithmetic."""
 
 import dataclasses
-import functools
-import itertools
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 
 from qbheat_det.config import dump_config, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import RunFlags, assemble_run, minutes
+from qbheat_det.engine.dry_run import DryRunReport
 
 SETUP, EVALUATION = 10.0, 2.0  # seconds, of each run and of each epoch
 STEP = 8.0  # seconds of an epoch's steps at the recipe's 384 pixels
 CACHED_STEP = 0.5  # the same in the first stage, on cached features
 USUAL, USUAL_FIRST = 18, 20  # epochs of the two stages
 FIRST = SETUP + USUAL_FIRST * (EVALUATION + CACHED_STEP)
-PLANNING = 1.0
+PLANNING = 1.0  # seconds to time a stage
+CACHED = "custom/cached_retinanet_lite0_probe.yaml"
 
 
-def measure(cfg, *_, larger=1, **__):
-    """``larger`` is the factor by which images above 384 pixels are slower than expected."""
-    epochs, area = cfg.SOLVER.EPOCHS, (max(cfg.INPUT.MIN_SIZE_TRAIN) / 384) ** 2
-    area *= larger if area > 1 else 1
-    is_cached = cfg.MODEL.CACHE_FEATURES.ENABLED
-    costs = {
-        "Set-up": (SETUP, 1),
-        "Step of 4 images": (CACHED_STEP if is_cached else STEP * area, epochs),
-        "Evaluation of 4 images": (EVALUATION if is_cached else EVALUATION * area, epochs),
-    }
-    return SimpleNamespace(costs=costs, total_seconds=sum(a * b for a, b in costs.values()))
+class Machine:
+    """A machine with a clock, on which stages take the seconds above.
+
+    Attributes:
+        now: what the clock shows.
+        setup, encoding: seconds of the set-up, and to encode four views of each image.
+        timed: configs of the stages that were timed.
+    """
+
+    def __init__(self):
+        self.now = 1000.0
+        self.setup = SETUP
+        self.encoding = 0.0
+        self.timed = []
+
+    def monotonic(self):
+        return self.now
+
+    def dry_run(self, cfg, build_trainer, *, num_steps):
+        self.now += PLANNING
+        self.timed.append(cfg)
+        epochs = cfg.SOLVER.EPOCHS
+        costs = {
+            "Set-up": (self.setup, 1),
+            "Step of 4 images": (STEP, epochs),
+            "Evaluation of 4 images": (EVALUATION, epochs),
+        }
+        if cfg.MODEL.CACHE_FEATURES.ENABLED:
+            costs["Step of 4 images"] = (CACHED_STEP, epochs)
+            costs["Encoding of 16 views"] = (self.encoding, 1)
+        return DryRunReport(model="", costs=costs, memory={}, disks={})
 
 
 @pytest.fixture
-def flags(few_data, tmp_path, monkeypatch):
-    monkeypatch.setattr(minutes, "dry_run", measure)
-    monkeypatch.setattr(minutes, "gc", Mock())  # nothing to collect, which would take a while
-    clock = itertools.count(step=PLANNING)
-    monkeypatch.setattr(minutes, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+def machine(monkeypatch):
+    machine = Machine()
+    monkeypatch.setattr(minutes, "dry_run", machine.dry_run)
+    monkeypatch.setattr(minutes, "time", machine)
+    monkeypatch.setattr(minutes, "gc", SimpleNamespace(collect=lambda: None))
     monkeypatch.setattr(minutes, "count_epochs", lambda cfg, _: cfg.SOLVER.EPOCHS)
+    monkeypatch.setattr(minutes, "_MIN_STEPS", 2)  # of 4 images: 4 epochs of the first stage
+    return machine
+
+
+@pytest.fixture
+def flags(few_data, tmp_path, machine):
     file = str(few_data / "annotations.json")
     return RunFlags(data=file, val=file, output=str(tmp_path / "run"), opts=["SEED", "1"])
 
@@ -54,50 +79,82 @@ def fit(flags, **changes):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "size", "each", "twice"),  # ``twice``: size for twice the time
-    [
-        (140, 256, 10.0 * (256 / 384) ** 2, 384),  # 14.2 epochs after the first stage
-        (160, 288, 10.0 * (288 / 384) ** 2, 512),
-        (240, 384, 10.0, 672),
-        (400, 512, 10.0 * (512 / 384) ** 2, 672),
-        (2000, 672, 10.0 * (672 / 384) ** 2, 672),
-    ],
+    ("seconds", "size"), [(140, 256), (160, 288), (240, 384), (400, 512), (2000, 672)]
 )
-def test_the_largest_images_with_enough_epochs_fill_the_time(flags, seconds, size, each, twice):
+def test_the_largest_images_with_enough_epochs_fill_the_time(flags, machine, seconds, size):
     (first, last), summary = fit(flags, minutes=seconds / 60)
     assert first.cfg.SOLVER.EPOCHS == USUAL_FIRST
+    left = 0.95 * seconds - FIRST - 2 * PLANNING
+    area = (size / 384) ** 2
+    expected = min((left - SETUP) / ((STEP + EVALUATION) * area), 3 * USUAL)
     epochs = last.cfg.SOLVER.EPOCHS
-    expected = min((0.95 * seconds - FIRST - SETUP - PLANNING) / each, 3 * USUAL)
-    assert epochs == pytest.approx(expected, abs=0.05)
+    assert epochs == pytest.approx(expected, abs=0.06)
     assert last.cfg.SOLVER.MIN_ITER == 0
     assert max(last.cfg.INPUT.MIN_SIZE_TRAIN) == size
     assert f"--epochs {epochs:g}" in summary
-    assert (f"--image-size {size} after" in summary) == (size != 384)
-    assert summary.endswith(f" --image-size {twice}")
+    assert (f"--image-size {size}" in summary) == (size != 384)
+    # The first stage may take longer than planned, and the second one has the rest.
+    assert first.limit.end == pytest.approx(machine.now + 1.25 * FIRST)
+    assert first.limit.max_growth == 1
+    assert last.limit.end == pytest.approx(1000 + 0.95 * seconds)
+    assert last.limit.max_growth * epochs == pytest.approx(3 * USUAL)
+    assert last.limit.needed == pytest.approx(SETUP + USUAL / 3 * (STEP + EVALUATION) * area)
 
 
-def test_images_that_are_slower_than_their_area_says_are_smaller(flags, monkeypatch):
-    monkeypatch.setattr(minutes, "dry_run", functools.partial(measure, larger=2))
-    (_, last), _ = fit(flags, minutes=400 / 60)
-    assert max(last.cfg.INPUT.MIN_SIZE_TRAIN) == 384
-    expected = (0.95 * 400 - FIRST - SETUP - PLANNING) / 10
-    assert last.cfg.SOLVER.EPOCHS == pytest.approx(expected, abs=0.05)
-
-
-def test_short_of_time_a_run_has_only_its_first_stage(flags):
-    (stage,), summary = fit(flags, minutes=60 / 60, batch=4)
-    recipe = "custom/cached_retinanet_lite0_probe.yaml"
-    assert stage.cfg.SOLVER.IMS_PER_BATCH == load_config(recipe).SOLVER.IMS_PER_BATCH
+def test_short_of_time_a_run_has_only_its_first_stage(flags, machine):
+    (stage,), summary = fit(flags, minutes=50 / 60, batch=4)
+    assert stage.cfg.SOLVER.IMS_PER_BATCH == load_config(CACHED).SOLVER.IMS_PER_BATCH
     assert stage.cfg.MODEL.CACHE_FEATURES.ENABLED
+    assert len(machine.timed) == 1  # the second stage is not even timed
     assert str(stage.folder) == flags.output
-    expected = (0.95 * 60 - SETUP - PLANNING) / (EVALUATION + CACHED_STEP)
+    expected = (0.95 * 50 - SETUP - PLANNING) / (EVALUATION + CACHED_STEP)
     assert stage.cfg.SOLVER.EPOCHS == pytest.approx(expected, abs=0.05)
-    assert recipe in summary
-    assert summary.endswith("Twice the time allows --epochs 10 --image-size 256")
+    warmup = load_config(CACHED).SOLVER.WARMUP_EPOCHS
+    assert stage.cfg.SOLVER.WARMUP_EPOCHS == pytest.approx(warmup * expected / 20, abs=0.01)
+    assert CACHED in summary
     stop(stage.cfg)
     (resumed,), _ = fit(flags, minutes=50, batch=4, resume=True)
     assert dump_config(resumed.cfg) == dump_config(stage.cfg)
     assert resumed.resume
+
+
+@pytest.mark.parametrize(("seconds", "views"), [(80, 4), (55, 2), (40, 1), (30, 1)])
+def test_short_of_time_fewer_views_are_cached_and_then_fewer_epochs(flags, machine, seconds, views):
+    machine.encoding = 40.0
+    (stage,), summary = fit(flags, minutes=seconds / 60)
+    left = 0.95 * seconds - PLANNING - SETUP - machine.encoding * views / 4
+    expected = max(4, left / (EVALUATION + CACHED_STEP))  # 4 epochs are done in any case
+    assert stage.cfg.INPUT.FIXED_VIEWS.COUNT == views
+    assert stage.cfg.SOLVER.EPOCHS == pytest.approx(expected, abs=0.06)
+    assert ("least" in summary) == (expected == 4)
+    assert (f"{views} cached view" in summary) == (views != 4)
+
+
+def test_without_time_to_plan_the_least_is_trained_until_the_time_is_over(flags, monkeypatch):
+    monkeypatch.setattr(minutes, "dry_run", lambda cfg, build, num_steps: build(cfg))
+    flags = dataclasses.replace(flags, minutes=1)
+
+    def build_slowly(cfg, fill):
+        minutes.time.now += 5  # more than 8 % of the minute
+        return SimpleNamespace(register_hooks=lambda hooks: None)
+
+    (stage,) = minutes.fit_minutes(assemble_run(flags), flags, build_slowly)
+    assert stage.cfg.MODEL.CACHE_FEATURES.ENABLED
+    assert stage.cfg.INPUT.FIXED_VIEWS.COUNT == 1
+    assert stage.limit.end == 1000 + 0.95 * 60
+    assert stage.limit.min_iter == 2
+
+
+def test_slow_steps_end_with_the_time_for_planning(machine):
+    deadline = minutes._Deadline(machine.now + 5)
+    deadline.trainer = SimpleNamespace(iter=0, start_iter=0, max_iter=24)
+    while deadline.trainer.iter < deadline.trainer.max_iter:
+        deadline.before_step()
+        machine.now += 2
+        deadline.trainer.iter += 1
+    assert deadline.trainer.iter == 4  # the step that begins after 6 seconds is the last
+    with pytest.raises(UserError, match="--minutes"):
+        deadline.refuse_if_over()
 
 
 def stop(cfg):
@@ -130,22 +187,16 @@ def test_given_flags_stay_and_a_resumed_run_keeps_its_plan(flags):
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "setup", "named"),
     [
-        ({"epochs": 3}, "--epochs"),
-        ({"minutes": 0.05}, "--minutes 0.05"),
-        ({"opts": ["SOLVER.EPOCHS", "0", "SOLVER.MAX_ITER", "5"]}, "SOLVER.EPOCHS"),
+        ({"epochs": 3}, SETUP, "--epochs"),
+        ({"minutes": 0.05}, SETUP, "--minutes 0.05"),
+        ({"minutes": 1}, 300, "5 min 10 s"),  # ten seconds for 4 epochs
+        ({"opts": ["SOLVER.EPOCHS", "0", "SOLVER.MAX_ITER", "5"]}, SETUP, "SOLVER.EPOCHS"),
     ],
 )  # fmt: skip
-def test_a_plan_that_cannot_be_made_is_a_sentence(flags, change, named):
+def test_a_plan_that_cannot_be_made_is_a_sentence(flags, machine, change, setup, named):
+    machine.setup = setup
     with pytest.raises(UserError) as error:
         fit(flags, **{"minutes": 5, **change})
     assert named in str(error.value)
-
-
-def test_slow_steps_end_with_the_time(flags, monkeypatch):
-    monkeypatch.setattr(minutes, "dry_run", lambda cfg, build, num_steps: build(cfg))
-    trainer = SimpleNamespace(register_hooks=lambda hooks: [one.after_step() for one in hooks * 9])
-    flags = dataclasses.replace(flags, minutes=8 / 60)  # eight of the clock's seconds
-    with pytest.raises(UserError, match="--minutes"):
-        minutes.fit_minutes(assemble_run(flags), flags, lambda cfg, fill: trainer)

@@ -72,6 +72,14 @@ EXACT_CASES = (
         "RetinaNet that keeps classes": Case(
             RETINANET, UNEVEN, accumulate=2, is_partly_annotated=True, keeps_classes=True
         ),
+        "MF-DETR that keeps classes": Case(
+            MF_DETR,
+            UNEVEN,
+            SELECTED_QUERIES,
+            accumulate=2,
+            is_partly_annotated=True,
+            keeps_classes=True,
+        ),
         "MF-DETR on partial labels": Case(
             MF_DETR, UNEVEN, SELECTED_QUERIES, accumulate=2, is_partly_annotated=True
         ),

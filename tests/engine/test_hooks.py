@@ -20,6 +20,7 @@ from qbheat_det.engine.hooks import (
     SkippedImages,
     TrainingRun,
 )
+from qbheat_det.engine.mean_teacher import SemiSupervisedEvalHook
 
 
 class PretendedRun:
@@ -38,6 +39,9 @@ class PretendedRun:
         self.results = iter(results or [])
         self.exported = {}
 
+    def move_end(self, max_iter):
+        self.max_iter = max_iter
+
     def evaluate(self):
         results = next(self.results)
         if isinstance(results, Exception):
@@ -53,10 +57,12 @@ class PretendedRun:
     def take_steps(self, *hooks, start=0, end=None):
         for hook in hooks:
             hook.trainer = self
-        for iteration in range(start, end or self.max_iter):
-            self.iter = self.storage.iter = iteration
+        self.iter = start
+        while self.iter < min(self.max_iter, end or self.max_iter):
+            self.storage.iter = self.iter
             for hook in hooks:
                 hook.after_step()
+            self.iter += 1
 
 
 def aps(*values):
@@ -95,6 +101,36 @@ def test_the_best_weights_are_kept_and_a_nan_is_never_the_best(tmp_path):
         run = PretendedRun(tmp_path, results=results)
         run.take_steps(EvalHook(period=1, best_metric=metric))
         assert run.exported == exported
+
+
+@pytest.mark.parametrize(
+    ("patience", "values", "num_done"),
+    [
+        (0.4, (5, 4, 4, 4, 4, 4), 5),  # 4 of 10 iterations after the best one, the first
+        (0.4, (5, 4, 6, 4, 4, 4, 4), 7),
+        (0.4, (math.nan, 5, 4, 4, 4, 4), 6),  # there is no best one before
+        (0.4, range(10), 10),
+        (0.0, range(10, 0, -1), 10),
+    ],
+)
+def test_a_run_that_gets_no_better_ends_early(tmp_path, patience, values, num_done):
+    run = PretendedRun(tmp_path, max_iter=10, results=aps(*values))
+    first = EvalHook(period=1, best_metric="bbox/AP", patience=patience)
+    saver = PeriodicCheckpointer(period=0, kept=0)
+    run.take_steps(first, saver, end=3)
+    second = EvalHook(period=1, best_metric="bbox/AP", patience=patience)
+    second.load_state_dict(first.state_dict())  # a resumed run waits as long
+    run.take_steps(second, saver, start=3)
+    assert run.max_iter == num_done
+    assert run.exported["model_final"] == num_done - 1
+    assert (tmp_path / "model_final.pth").read_text() == str(num_done - 1)
+
+
+def test_the_patience_with_unlabelled_images_begins_after_the_burn_in(tmp_path):
+    run = PretendedRun(tmp_path, max_iter=10, results=aps(*range(10, 0, -1)))
+    hook = SemiSupervisedEvalHook(burn_in=5, period=1, best_metric="bbox/AP", patience=0.3)
+    run.take_steps(hook)
+    assert run.max_iter == 5 + 3
 
 
 def test_a_resumed_run_remembers_the_best_and_another_metric_starts_anew(tmp_path):

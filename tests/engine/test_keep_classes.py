@@ -17,6 +17,7 @@ from tests.toy_set import draw_toy_set
 from .test_resume import assert_same_bits, break_at, comparable
 from .tiny_training import (
     CONFIG,
+    MF_DETR,
     TINY,
     assemble,
     build_config,
@@ -33,6 +34,9 @@ KEPT = read_opts("MODEL.KEEP_CLASSES.MIN_SCORE 0.005 TEST.EVAL_PERIOD 4")
 FROZEN = read_opts("""
 MODEL.BACKBONE.FREEZE_AT 5 INPUT.FIXED_VIEWS.COUNT 2 MODEL.CACHE_FEATURES.ENABLED True
 MODEL.CACHE_FEATURES.DTYPE float32
+""")
+SELECTED = read_opts("""
+MODEL.MF_DETR.CLASSIFICATION focal MODEL.MF_DETR.QUERY_SELECTION.ENABLED True
 """)
 
 
@@ -134,6 +138,15 @@ def test_a_broken_run_ends_with_the_bits_of_an_unbroken_one(
     metrics = read_metrics(tmp_path / "whole")
     assert all(line["loss_kept_cls"] > 0 for index, line in metrics.items() if index > 1)
     assert ("loss_kept_features" in metrics[4]) != is_cached
+
+
+def test_mf_detr_keeps_classes_too(parts, tmp_path):
+    opts = {**MF_DETR, **SELECTED, "SOLVER.ACCUMULATE": "2"}
+    start_run(parse(parts, ["old"], tmp_path / "old", opts)).train()
+    trainer = start_run(keep(parts, tmp_path / "old", tmp_path / "grown", opts))
+    trainer.train()
+    assert trainer.cfg.MODEL.CLASS_NAMES == ["shape 4", "shape 1", "shape 2"]
+    assert read_metrics(tmp_path / "grown")[4]["loss_kept_features"] > 0
 
 
 def test_weights_that_change_before_a_resume_are_refused(parts, run, tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from qbheat_det.core.errors import UserError, exit_on_user_error
 from qbheat_det.core.termination import Interrupted
 from qbheat_det.data import register_coco_json
 from qbheat_det.engine import Trainer, launch, run_distributed
-from qbheat_det.engine.dry_run import dry_run
+from qbheat_det.engine.dry_run import DryRunReport, dry_run, format_forecast
 from qbheat_det.engine.step import StepTrainer
 from qbheat_det.tasks import DETECTION
 from tests.servers import free_port
@@ -69,10 +69,30 @@ def test_the_forecast_is_that_of_a_real_run_and_nothing_is_left_behind(cfg):
     files = [path.stat().st_size for path in Path(cfg.OUTPUT_DIR).glob("model_*")]
     assert report.disks["Disk"][0] == pytest.approx(sum(files), rel=0.05)
     assert 100 * 2**20 < report.memory["Memory"] < 2**36
-    assert "SOLVER.CHECKPOINTS_KEPT" not in str(report)
-    assert "SOLVER.CHECKPOINTS_KEPT" in str(
-        dataclasses.replace(report, disks={"Disk": (2000, 1000)})
+
+
+def test_stages_have_one_forecast_with_the_sums_first():
+    first = DryRunReport(
+        model="Frozen",
+        costs={"Set-up": (10.0, 1), "Step of 8 images": (0.5, 100)},
+        memory={"Memory": 2 * 2**30},
+        disks={"Disk": (2**20, 2**30), "Cache": (3 * 2**20, 2**30)},
     )
+    second = dataclasses.replace(
+        first,
+        costs={"Step of 4 images": (2.0, 120)},
+        memory={"Memory": 2**30},
+        disks={"Disk": (4 * 2**20, 2**30)},
+    )
+    text = format_forecast([first, second], ["One", "Two"])
+    assert text.count("Whole run") == 1
+    sums = text.splitlines()[0]
+    assert sums.startswith("Whole run: 5 min 00 s, 2.0 GiB of memory per process")
+    assert "5.0 MiB of disk (1.0 GiB available)" in sums
+    assert "3.0 MiB of cache" in sums
+    assert "SOLVER.CHECKPOINTS_KEPT" not in text
+    full = dataclasses.replace(second, disks={"Disk": (2**30, 2**30)})
+    assert "SOLVER.CHECKPOINTS_KEPT" in format_forecast([first, full], ["One", "Two"])
 
 
 def test_a_folder_that_cannot_be_written_to_ends_with_a_sentence(cfg, monkeypatch):

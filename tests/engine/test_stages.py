@@ -3,14 +3,19 @@
 
 import dataclasses
 import re
+import time
+from dataclasses import replace
 
 import pytest
 
 from qbheat_det.api import training
-from qbheat_det.config import get_config_path, get_value, load_config
+from qbheat_det.checkpoint import find_weights
+from qbheat_det.config import get_config_path, get_value, load_config, with_values
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine import RunFlags, assemble_run, read_config
+from qbheat_det.engine import RunFlags, Stage, assemble_run, read_config
 from qbheat_det.engine.run_config import read_first_stage
+from qbheat_det.engine.time_limit import TimeLimit
+from qbheat_det.tasks import DETECTION
 
 from .test_resume import assert_same_bits
 from .tiny_training import TINY_ENCODER, read_opts, run_tool, state, words_of
@@ -92,7 +97,8 @@ def test_two_stages_equal_two_commands_and_resume_exactly(
     # The report names the start and the time of both stages, also if nothing was left to do.
     train(second, data, output, both, "--resume")
     for lead in reports[-2:]:
-        assert re.search(r"3 steps of 2 images in .*, starting from .*first_stage/model_f", lead)
+        assert re.search(r"3 steps of 2 images in .*, starting from .*first_stage/model_best", lead)
+        assert "best evaluation, model_best.safetensors, after 3 steps" in lead
 
 
 def test_the_first_stage_shares_data_device_and_model(first, data):
@@ -150,6 +156,40 @@ def test_trained_heads_and_frozen_backbones_need_no_first_stage(data, change):
     assert read_first_stage(read_config(flags), flags.overrides) is None
 
 
+def test_freeze_trains_the_first_stage_alone_on_cached_features(data):
+    flags = RunFlags(data=data, val=data, freeze=True, epochs=3, opts=["TEST.EVAL_EPOCHS", "1"])
+    (stage,) = assemble_run(flags)
+    first = load_config(load_config(DETECTION.recipe).SOLVER.FIRST_STAGE)
+    assert stage.cfg.MODEL.CACHE_FEATURES.ENABLED
+    assert stage.cfg.INPUT == first.INPUT
+    assert stage.cfg.MODEL.WEIGHTS == first.MODEL.WEIGHTS
+    assert (stage.cfg.SOLVER.EPOCHS, stage.cfg.TEST.EVAL_EPOCHS) == (3, 1)
+    assert "cached" in stage.title
+
+    (plain,) = assemble_run(replace(flags, config_file="custom/retinanet_285M_scratch.yaml"))
+    assert not plain.cfg.MODEL.CACHE_FEATURES.ENABLED
+    assert "SOLVER.FIRST_STAGE" in plain.title
+
+
+def test_without_time_the_run_is_its_first_stage(tmp_path, monkeypatch):
+    cfg = load_config(CONFIG)
+    last = Stage(with_values(cfg, {"OUTPUT_DIR": str(tmp_path / "run")}), None)
+    first = last.with_values({"OUTPUT_DIR": str(last.folder / "first_stage")})
+
+    def leave_files(stage):
+        (stage.folder / "inference_best").mkdir(parents=True)
+        for name in ("model_best.safetensors", "model_final.safetensors", "report.html"):
+            (stage.folder / name).write_text(str(stage.folder))
+        return {"AP": 1.0}
+
+    monkeypatch.setattr(training, "train_stage", leave_files)
+    limit = TimeLimit(end=time.monotonic() + 60, needed=61)
+    assert training.train_run([first, replace(last, limit=limit)]) == {"AP": 1.0}
+    assert find_weights(last.folder) == str(last.folder / "model_best.safetensors")
+    assert (last.folder / "report.html").read_text() == str(first.folder)
+    assert (last.folder / "inference_best").is_dir()
+
+
 @pytest.mark.parametrize("as_flag", [True, False])
 def test_both_stages_start_from_a_named_encoder(data, as_flag, monkeypatch):
     encoder = "qbheat://qb_heat/285M_caltech101"
@@ -160,7 +200,7 @@ def test_both_stages_start_from_a_named_encoder(data, as_flag, monkeypatch):
     first, second = assemble_run(flags)
     assert first.cfg.MODEL.WEIGHTS == second.cfg.MODEL.WEIGHTS == encoder
     started = []
-    monkeypatch.setattr(training, "train", lambda stage: started.append(stage) or {})
+    monkeypatch.setattr(training, "train_stage", lambda stage: started.append(stage) or {})
     training.train_run([first, second])
     weights = [stage.cfg.MODEL.WEIGHTS for stage in started]
     assert weights == [encoder, f"{first.folder}/model_final.safetensors"]

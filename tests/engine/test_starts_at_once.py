@@ -4,18 +4,27 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 import zipfile
 from pathlib import Path
 
 import pytest
+from detectron2.data import DatasetCatalog
 
+from qbheat_det.api.training import train_run
 from qbheat_det.config import get_cfg, with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import try_file_lock, write_atomically
 from qbheat_det.data.datasets.sources import unpack
+from qbheat_det.engine import RunFlags, assemble_run
 from qbheat_det.engine.run_record import LOCK_FILE, check_start, find_start, occupies, record_start
+from tools.train_net import parse_args
+
+from . import tiny_training
+from .processes import run_in_processes
+from .tiny_training import words_of
 
 ROUNDS = 15
 # Forked, as loading workers are: a new interpreter would import PyTorch for seconds.
@@ -37,7 +46,7 @@ def run_at_once(job, argument, count=3):
     processes = [FORK.Process(target=work) for _ in range(count)]
     for process in processes:
         process.start()
-    collected = [results.get(timeout=60) for _ in processes]
+    collected = [results.get(timeout=300) for _ in processes]
     for process in processes:
         process.join()
     return collected
@@ -91,6 +100,43 @@ def test_a_killed_run_leaves_its_folder_free(tmp_path):
 
 def _enter(folder):
     return occupies([folder], resume=False)
+
+
+def _train_whole(arguments):
+    """Trains a tiny detector with its own seed. Returns the seed, and the file of the weights."""
+    folder, data = arguments
+    opts = {"SEED": str(os.getpid()), "SOLVER.MAX_ITER": "3"}
+    train_run(assemble_run(RunFlags.from_args(tiny_training.parse(folder, data, opts))))
+    return os.getpid(), (folder / "model_final.pth").read_bytes()
+
+
+@pytest.mark.slow
+def test_of_two_trainings_that_start_at_once_in_a_folder_one_leaves_all_files(tiny_data, tmp_path):
+    for number in range(ROUNDS):
+        folder = tmp_path / str(number)
+        results = run_at_once(_train_whole, (folder, tiny_data), count=2)
+        ((seed, weights),) = [result for result in results if isinstance(result, tuple)]
+        assert sum("name another --output" in str(result) for result in results) == 1, results
+        assert [start["seed"] for start in json.loads((folder / "run.json").read_text())] == [seed]
+        assert (folder / "model_final.pth").read_bytes() == weights
+        assert list(tiny_training.losses(folder)) == [0, 1, 2]
+
+
+def _open_zip(args):
+    """Opens the data of a run in each process of torchrun. Returns the number of images."""
+    sets = assemble_run(RunFlags.from_args(args))[-1].cfg.DATASETS
+    return sum(len(DatasetCatalog.get(name)) for name in (*sets.TRAIN, *sets.TEST))
+
+
+@pytest.mark.slow
+def test_processes_of_torchrun_open_a_zip_with_an_empty_cache(tiny_data, tmp_path, monkeypatch):
+    path = shutil.make_archive(str(tmp_path / "set"), "zip", tiny_data)
+    for number in range(ROUNDS):
+        monkeypatch.setenv("QBHEAT_CACHE", str(tmp_path / f"cache{number}"))
+        output = tmp_path / f"run{number}"
+        words = ["--data", path, "--output", str(output), *words_of(tiny_training.TINY)]
+        args = parse_args(["--config-file", tiny_training.CONFIG, *words])
+        assert run_in_processes(_open_zip, args, tmp_path) == [12, 12]
 
 
 @pytest.mark.slow

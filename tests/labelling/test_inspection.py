@@ -128,6 +128,24 @@ def test_errors_come_first_are_drawn_and_corrected(data, tmp_path):
     assert found == expected
 
 
+def test_boxes_of_classes_that_are_not_annotated_are_not_missing(data, tmp_path):
+    _, suspects, _ = inspect_labels(str(data), tmp_path / "all")
+    assert next(one.image_id for one in suspects if one.kind == "missing") == 3
+    others = [one for one in suspects if one.image_id != 3]
+    content = json.loads(data.read_text())
+    content["images"][2]["annotated_category_ids"] = [5]
+    data.write_text(json.dumps(content))
+    labels, suspects, _ = inspect_labels(str(data), tmp_path / "some")
+    assert [one for one in suspects if one.image_id == 3] == []
+    assert [(one.kind, one.annotation_id) for one in suspects] == [
+        (one.kind, one.annotation_id) for one in others
+    ]
+    write_suspects(labels, suspects, tmp_path / "some", "")
+    corrected = tmp_path / "corrected.json"
+    apply_corrections(tmp_path / "some" / "suspects.json", str(data), corrected)
+    assert json.loads(corrected.read_text())["images"] == content["images"]
+
+
 def test_corrections_that_do_not_fit_are_refused(data, tmp_path):
     labels, suspects, _ = inspect_labels(str(data), tmp_path / "out")
     moved = [one for one in suspects if one.kind == "location"][:1]

@@ -46,15 +46,47 @@ def find_annotated(content: Mapping[str, Sequence[Entry]]) -> dict[int, frozense
     every_id = frozenset(category["id"] for category in content["categories"])
     if any(NEGATIVE_IDS in image for image in images):
         images = [complete_keys(image) for image in content["images"]]
-    ids_of_boxes: dict[int, set[int]] = defaultdict(set)
-    for annotation in content.get("annotations", ()):
-        ids_of_boxes[annotation["image_id"]].add(annotation["category_id"])
+    ids_of_boxes = _find_ids_of_boxes(content)
     annotated = {}
     for image in images:
         ids = select_annotated(image, ids_of_boxes[image["id"]], every_id)
         if ids != every_id:
             annotated[image["id"]] = ids
     return annotated
+
+
+def _find_ids_of_boxes(content: Mapping[str, Sequence[Entry]]) -> dict[int, set[int]]:
+    """Maps the ids of images to the ids of the categories of their boxes, which may be none."""
+    ids_of_boxes: dict[int, set[int]] = defaultdict(set)
+    for annotation in content.get("annotations", ()):
+        ids_of_boxes[annotation["image_id"]].add(annotation["category_id"])
+    return ids_of_boxes
+
+
+def restore_annotated(
+    content: Mapping[str, Sequence[Entry]], annotated: Mapping[int, frozenset[int]]
+) -> list[dict[str, Any]]:
+    """Returns the entries of images after boxes were added, removed or given another class.
+
+    In files of LVIS, the classes of the boxes are annotated. So the keys change, in order that the
+    annotated classes do not.
+
+    Args:
+        content: COCO's lists after the changes.
+        annotated: result of ``find_annotated`` before the changes.
+    """
+    ids_of_boxes = _find_ids_of_boxes(content)
+    restored = []
+    for image in content["images"]:
+        entry = dict(image)
+        if NEGATIVE_IDS in image and image["id"] in annotated:
+            present = ids_of_boxes[image["id"]]
+            ids = annotated[image["id"]]
+            others = {*image.get(NOT_EXHAUSTIVE_IDS, ()), *(present - ids)}
+            entry[NEGATIVE_IDS] = sorted(ids - present)
+            entry[NOT_EXHAUSTIVE_IDS] = sorted(others)
+        restored.append(entry)
+    return restored
 
 
 def count_annotated(content: Mapping[str, Sequence[Entry]]) -> dict[str, int]:

@@ -99,16 +99,7 @@ class Annotations:
         notes = []
         if unused and used:
             notes.append(f"'{self.origin}': classes without a box: {join_first(unused)}")
-        spellings: dict[str, list[str]] = {}
-        for name in self.class_names:
-            spellings.setdefault("".join(fold(name).split()), []).append(name)
-        for names in spellings.values():
-            if len(set(names)) > 1:
-                shown = ", ".join(map(repr, names))
-                notes.append(f"'{self.origin}': these are different classes: {shown}")
-            elif len(names) > 1:
-                notes.append(f"'{self.origin}': {len(names)} classes have the name {names[0]!r}")
-        return notes
+        return notes + note_spellings(self.class_names, self.origin)
 
     def leave_out(self, errors: Mapping[str, DataError]) -> None:
         """Removes images, and their boxes, by file name. Their errors are added to the account."""
@@ -156,6 +147,21 @@ class Annotations:
         return {"images": images, "annotations": annotations, "categories": self.categories}
 
 
+def note_spellings(class_names: Sequence[str], origin: str) -> list[str]:
+    """Returns notes about equal names of classes, and names that differ in case or spaces only."""
+    notes = []
+    spellings: dict[str, list[str]] = {}
+    for name in class_names:
+        spellings.setdefault("".join(fold(name).split()), []).append(name)
+    for names in spellings.values():
+        if len(set(names)) > 1:
+            shown = ", ".join(map(repr, names))
+            notes.append(f"'{origin}': these are different classes: {shown}")
+        elif len(names) > 1:
+            notes.append(f"'{origin}': {len(names)} classes have the name {names[0]!r}")
+    return notes
+
+
 _KINDS_OF_ERRORS = {
     "missing image file": "without a file",
     "unreadable image": "that cannot be read",
@@ -179,6 +185,7 @@ def build_annotations(
         origin: path of the data set, for messages.
         account: account of the data set, to which used and left out items are added.
     """
+    num_entries = len(labels.images)
     _join_repeated(labels, account)
     _leave_out_unread(tree, labels.images)
     if not labels.problem:  # images without labels need no size
@@ -229,7 +236,7 @@ def build_annotations(
         builder.is_changed
         or bool(labels.notes)
         or bool(labels.left_out)
-        or len(result.images) < len(labels.images)
+        or len(result.images) < num_entries
     )
     if labels.is_original and not is_changed:
         result.original = labels.files[0]

@@ -143,13 +143,11 @@ def join_annotations(
         new.pop("", None)  # files that could not be read
         known |= new
     result = _build(members, images, ids)
-    notes = result.note_classes()
     if shared:
-        notes.append(
+        result.account.notes.append(
             f"{len(shared):,} images are in several data sets, and have the labels of all: "
             f"{join_first(shared)}"
         )
-    result.account.notes += notes
     return result, dropped
 
 

@@ -25,14 +25,22 @@ from qbheat_det.layers import halve, padding_mask
 from qbheat_det.modeling.annotated_classes import find_annotated
 from qbheat_det.modeling.cached_images import find_cached_images
 from qbheat_det.modeling.checks import check_value
-from qbheat_det.modeling.contracts import pick_outputs
+from qbheat_det.modeling.contracts import get_encoder, pick_outputs
 
 from .criterion import FocalClassification, SetCriterion, SoftmaxClassification, Targets
 from .decoder_block import DecoderWidths
 from .mf_decoder import MFDecoder
+from .old_labels import (
+    KeptClasses,
+    OldLabels,
+    add_old_labels,
+    select_labels,
+    sum_feature_losses,
+)
 from .query_selection import QuerySelection
 
 logger = logging.getLogger(__name__)
+_NEVER = -1e4  # logit of a class that is never predicted, also in half precision
 
 
 @META_ARCH_REGISTRY.register()
@@ -57,6 +65,7 @@ class MFDETR(nn.Module):
         in_features: Sequence[str],
         pixel_mean: Sequence[float],
         pixel_std: Sequence[float],
+        kept_classes: KeptClasses | None = None,
     ) -> None:
         """
         Args:
@@ -66,12 +75,19 @@ class MFDETR(nn.Module):
             in_features: names of the backbone's outputs at strides 8, 16 and optionally 32.
             pixel_mean: mean of each channel, in the mapper's pixel format.
             pixel_std: standard deviation of each channel.
+            kept_classes: how old classes are kept, by default none.
         """
         super().__init__()
         self.backbone = backbone
         self.decoder = decoder
         self.criterion = criterion
         self.in_features = list(in_features)
+        self.kept_classes = kept_classes or KeptClasses()
+        encoder = get_encoder(backbone)
+        is_trained = any(parameter.requires_grad for parameter in encoder.parameters())
+        self.keeps_features = is_trained and bool(
+            self.kept_classes.num_classes and self.kept_classes.feature_weight
+        )
         # The module whose class predictions the others refine.
         classifier: MFDecoder | QuerySelection = decoder
         if decoder.selection is not None:
@@ -101,6 +117,7 @@ class MFDETR(nn.Module):
             "in_features": node.IN_FEATURES,
             "pixel_mean": cfg.MODEL.PIXEL_MEAN,
             "pixel_std": cfg.MODEL.PIXEL_STD,
+            "kept_classes": KeptClasses.from_config(cfg),
         }
 
     @property
@@ -128,7 +145,7 @@ class MFDETR(nn.Module):
             outputs = self.decoder(features, padding)
             detections = self.inference(outputs, images.image_sizes)
             return self.resize_detections(detections, batched_inputs)
-        targets = self.prepare_targets(batched_inputs)
+        targets = self.prepare_targets(self.add_old_labels(batched_inputs))
         if normalizers is None:
             normalizers = self.compute_normalizers(batched_inputs)
         outputs = self.decoder(features, padding)
@@ -137,7 +154,40 @@ class MFDETR(nn.Module):
             losses |= self.decoder.selection.losses(
                 outputs["proposals"], targets, self.criterion, normalizers
             )
+        if self.keeps_features:
+            total = sum_feature_losses(features, batched_inputs)
+            weight = self.kept_classes.feature_weight
+            losses["loss_kept_features"] = weight * total / normalizers[1]
         return losses
+
+    @torch.no_grad()
+    def predict_old(self, batched_inputs: list[dict[str, Any]]) -> list[OldLabels]:
+        """Returns the ``OLD_PREDICTIONS`` of each image. Called on the old detector.
+
+        Its rows of new classes are random, and are set so that these classes are never predicted.
+        """
+        new_rows = slice(self.kept_classes.num_classes, self.criterion.num_classes)
+        for module in (self.decoder, self.decoder.selection):
+            if module is not None:
+                module.class_embed.weight[new_rows] = 0
+                module.class_embed.bias[new_rows] = _NEVER
+        images = self.preprocess_image(batched_inputs)
+        features, padding = self.extract_features(images)
+        detections = self.inference(self.decoder(features, padding), images.image_sizes)
+        old = []
+        for index, found in enumerate(detections):
+            kept_features: list[Tensor] = []
+            if self.keeps_features:
+                kept_features = [level[index].float() for level in features]
+            old.append(OldLabels(select_labels(found, self.kept_classes), kept_features))
+        return old
+
+    def add_old_labels(self, batched_inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns the inputs with labels of the old detector, if classes are kept."""
+        num_kept = self.kept_classes.num_classes
+        if not num_kept:
+            return batched_inputs
+        return [add_old_labels(entry, num_kept, self.device) for entry in batched_inputs]
 
     def compute_normalizers(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
         """Returns the divisors (2,) of the losses for the batches of all processes together."""
@@ -149,7 +199,8 @@ class MFDETR(nn.Module):
 
     def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
         """Returns the divisors (2,) of the class and box losses for a batch."""
-        counts = [len(entry["instances"]) for entry in batched_inputs]
+        labelled = self.add_old_labels(batched_inputs)
+        counts = [len(entry["instances"]) for entry in labelled]
         return torch.tensor(self.criterion.normalizers(counts, self.decoder.num_queries))
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
