@@ -99,8 +99,8 @@ def inspect_labels(
     readable = [index for index, image in enumerate(encoded) if image is not None]
     annotations = labels.list_annotations()
     truth = [stack_boxes(annotations[index]) for index in readable]
-    unannotated_classes = labels.find_unannotated()
-    unannotated = [unannotated_classes[index] for index in readable]
+    every_unannotated = labels.find_unannotated()
+    unannotated = [every_unannotated[index] for index in readable]
     predictions = drop_unannotated([predictions[index] for index in readable], truth, unannotated)
     category_ids = labels.file.category_ids
     maps = [image for image in encoded if image is not None]
@@ -117,7 +117,7 @@ def inspect_labels(
 
 def drop_unannotated(
     predictions: Labelled, truth: Labelled, unannotated: Sequence[Collection[int]]
-) -> Labelled:
+) -> list[ImageBoxes]:
     """Drops predictions that may show objects which were not to be labelled.
 
     Args:

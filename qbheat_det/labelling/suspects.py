@@ -88,7 +88,6 @@ def find_suspects(
     predictions: Labelled,
     judgements: Judgements,
     category_ids: Sequence[int],
-    looked_for: Sequence[frozenset[int] | None] | None = None,
     *,
     seed: int,
 ) -> list[Suspect]:
@@ -101,32 +100,13 @@ def find_suspects(
         predictions: predicted boxes of each image.
         judgements: results of ``appearance.judge_boxes``.
         category_ids: ids of the K classes, in the order of the classes of a judgement.
-        looked_for: ids of the classes that are annotated in each image; None for all. An object of
-            another class does not miss a box, and is no reason to change a class.
         seed: seed of the errors that are made on purpose.
     """
-    if looked_for is None:
-        looked_for = [None] * len(annotations)
-    kept = []
-    for predicted, classes in zip(predictions, looked_for, strict=True):
-        is_kept = torch.ones(len(predicted.boxes), dtype=torch.bool)
-        if classes is not None:
-            is_kept = torch.isin(predicted.classes, torch.tensor(sorted(classes)))
-        kept.append(is_kept)
-    predictions = [
-        ImageBoxes(*(values[mask] for values in predicted))
-        for predicted, mask in zip(predictions, kept, strict=True)
-    ]
-    judged_predictions = [
-        Judgement(*(values[mask] for values in judged))
-        for judged, mask in zip(judgements.predicted, kept, strict=True)
-    ]
-    judgements = replace(judgements, predicted=judged_predictions)
     suspects = find_duplicates(annotations, judgements, category_ids)
     for evidence in (
         collect_missing(annotations, predictions, judgements, category_ids),
         collect_misplaced(annotations, predictions, judgements),
-        collect_wrong_classes(annotations, predictions, judgements, category_ids, looked_for, seed),
+        collect_wrong_classes(annotations, predictions, judgements, category_ids, seed),
     ):
         suspects += estimate_probabilities(evidence)
     suspects = join_moves(suspects)
@@ -377,7 +357,6 @@ def collect_wrong_classes(
     predictions: Labelled,
     judgements: Judgements,
     category_ids: Sequence[int],
-    looked_for: Sequence[frozenset[int] | None],
     seed: int,
 ) -> Evidence:
     """Collects the evidence for wrong classes, from each annotated box.
@@ -401,15 +380,11 @@ def collect_wrong_classes(
             continue
         confirmation = confirm_classes(truth, predicted, category_ids)
         columns = torch.tensor([index_of[int(label)] for label in truth.classes])
-        is_offered = torch.ones(len(category_ids), dtype=torch.bool)
-        classes = looked_for[image]
-        if classes is not None:
-            is_offered = torch.tensor([category in classes for category in category_ids])
         steps = torch.from_numpy(generator.integers(1, len(category_ids), len(columns)))
         wrong_columns = (columns + steps) % len(category_ids)
-        own, rivals = compare_classes(judged, confirmation, columns, is_offered)
+        own, rivals = compare_classes(judged, confirmation, columns)
         values.append(own)
-        made.append(compare_classes(judged, confirmation, wrong_columns, is_offered)[0])
+        made.append(compare_classes(judged, confirmation, wrong_columns)[0])
         for row, rival in enumerate(rivals.tolist()):
             box = to_tuple(truth.boxes[row])
             suspects.append(Suspect("class", image, 0.0, row, box, category_ids[rival]))
@@ -435,7 +410,7 @@ def confirm_classes(
 
 
 def compare_classes(
-    judged: Judgement, confirmation: Tensor, columns: Tensor, is_offered: Tensor
+    judged: Judgement, confirmation: Tensor, columns: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compares the classes of boxes with the most probable other ones.
 
@@ -443,12 +418,11 @@ def compare_classes(
         judged: judgement of the G boxes.
         confirmation: results of ``confirm_classes``, (G, K).
         columns: columns (G,) of the annotated classes in these tables.
-        is_offered: whether a box may get each class (K,).
 
     Returns:
         The evidence (G, 3) for a wrong class, and the column (G,) of the most probable other class.
     """
-    is_rival = is_offered.repeat(len(columns), 1)
+    is_rival = torch.ones_like(confirmation, dtype=torch.bool)
     is_rival.scatter_(1, columns[:, None], False)
     margins = []
     for table in (judged.log_probabilities.double(), confirmation):
