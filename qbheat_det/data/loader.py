@@ -31,7 +31,7 @@ from qbheat_det.modeling.contracts import ANNOTATED_CLASSES, TILE, UNLABELLED
 
 from .mappers import FixedViews, Mapper, build_mapper, number_records
 from .unlabelled import build_strong_views, load_unlabelled
-from .workers import find_timeout, receive_batches, share_batch
+from .workers import find_timeout, receive_batches, share_batch, start_workers
 
 Entry = tuple[int, int]
 """Position of an image in the infinite stream of images, and its index in the data set."""
@@ -152,7 +152,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             worker_init_fn=_leave_signals_to_trainer,
             generator=torch.Generator(),  # the default draws from the global generator
         )
-        batches = iter(loader)
+        batches = start_workers(loader)
         workers = getattr(batches, "_workers", ())
         unlabelled_batches = self._iterate_unlabelled()
         try:

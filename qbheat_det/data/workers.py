@@ -5,6 +5,7 @@ PyTorch's workers pass tensors through files in /dev/shm. If it is full, PyTorch
 without an error, and the training waits without end. Containers often have only 64 MB.
 """
 
+import errno
 import io
 import logging
 import pickle
@@ -62,6 +63,22 @@ def find_timeout(num_workers: int) -> float:
     return WORKER_SECONDS if num_workers else 0.0
 
 
+def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
+    """Returns the iterator of a loader, whose creation starts the workers.
+
+    Raises a ``UserError`` if there is not even memory for the locks that workers share.
+    """
+    try:
+        return iter(loader)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise UserError(
+            "the shared memory /dev/shm is full, so no worker can start: enlarge it (docker run "
+            "--shm-size 2g), or set DATALOADER.NUM_WORKERS 0"
+        ) from error
+
+
 def receive_batches(batches: Iterable[Any]) -> Iterator[Any]:
     """Yields the batches of a loader whose ``collate_fn`` is ``share_batch``.
 
@@ -69,7 +86,7 @@ def receive_batches(batches: Iterable[Any]) -> Iterator[Any]:
     ``UserError`` if a worker ended, or if the workers yield nothing for a long time.
     """
     has_warned = False
-    iterator = iter(batches)
+    iterator = start_workers(batches)
     while True:
         try:
             batch = next(iterator)

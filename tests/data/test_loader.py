@@ -1,11 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Streams of batches for training, and batches of whole images in their order."""
 
+import errno
 import itertools
 import os
 import random
 import resource
+import shlex
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -284,6 +288,41 @@ def test_batches_arrive_without_shared_memory(caplog):
     for image in itertools.chain(*batches):
         assert torch.equal(image["image"], torch.full((3, 256, 256), image["id"]))
     assert len([text for text in caplog.messages if "/dev/shm is full" in text]) == 1
+
+
+def test_shared_memory_that_is_too_full_for_locks_is_named(monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", fail)
+    stream = TrainStream(dataset(4), mapper=_sleep, batch_size=2, num_workers=1)
+    with pytest.raises(UserError, match="/dev/shm is full"):
+        next(iter(stream))
+
+
+SMALL_SHARED_MEMORY = """
+import sys, torch
+from qbheat_det.data import TrainStream
+if __name__ == "__main__":
+    records = [{"id": number} for number in range(8)]
+    make = lambda entry: {"image": torch.full((3, 1600, 1600), entry["id"], dtype=torch.uint8)}
+    stream = TrainStream(records, mapper=make, batch_size=4, num_workers=2)
+    for batch, _ in zip(stream, range(4)):
+        assert [image["image"].float().std() for image in batch] == [0.0] * 4
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("megabytes", [8, 64])
+def test_batches_arrive_with_a_small_shared_memory(megabytes):
+    mount = f"mount -t tmpfs -o size={megabytes}m tmpfs /dev/shm"
+    if subprocess.run(["unshare", "-m", "sh", "-c", mount], check=False).returncode:
+        pytest.skip("only root may mount a small /dev/shm")
+    words = [sys.executable, "-c", SMALL_SHARED_MEMORY]
+    command = ["unshare", "-m", "sh", "-c", f"{mount} && exec {shlex.join(words)}"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr
+    assert ("/dev/shm is full" in run.stderr) == (megabytes == 8)
 
 
 def _end_worker(entry):
