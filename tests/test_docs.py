@@ -78,7 +78,9 @@ def read_code(path):
     for cell in json.loads(path.read_text("utf-8"))["cells"]:
         if cell["cell_type"] == "code":
             streams = [out for out in cell["outputs"] if out["output_type"] == "stream"]
-            cells.append(("".join(cell["source"]), "".join("".join(out["text"]) for out in streams)))
+            cells.append(
+                ("".join(cell["source"]), "".join("".join(out["text"]) for out in streams))
+            )
     return cells
 
 

@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Draws docs/minutes.svg: AP50 on aquarium over CPU minutes, from docs/minutes.json.
+"""Draws docs/minutes.svg, docs/epochs.svg and docs/latency.svg, from docs/results.json.
 
-usage: python -m docs.draw_minutes
+usage: python -m docs.draw_results
 
-The measurements and their conditions are in docs/results.md.
+The measurements and their conditions are in docs/results.md and docs/performance.md.
 """
 
 import json
@@ -15,19 +15,21 @@ from matplotlib.figure import Figure
 from qbheat_det.analysis.plotting import AXIS_COLOR, LINE_COLORS, chart_image, start_chart, themed
 
 DOCS = Path(__file__).parent
-MEASURED = DOCS / "minutes.json"
-DRAWING = DOCS / "minutes.svg"
+MEASURED = DOCS / "results.json"
 
 
 def read() -> dict[str, Any]:
-    """Returns the measurements: "ours" and "peers", each with "name", "minutes" and "ap50"."""
+    """Returns the measurements of each drawing, by its name."""
     content: dict[str, Any] = json.loads(MEASURED.read_text("utf-8"))
     return content
 
 
 @themed
-def draw(measured: dict[str, Any]) -> Figure:
-    """Draws a line of our runs and a point for each peer. Several seeds have a range."""
+def draw_minutes(measured: dict[str, Any]) -> Figure:
+    """Draws AP50 over CPU minutes: a line of our runs, and a point for each peer.
+
+    "ours" and "peers" have "name", "minutes" and the "ap50" of each seed. Seeds have a range.
+    """
     figure, axes = start_chart(height=3.4)
     minutes = [run["minutes"] for run in measured["ours"]]
     means = [sum(run["ap50"]) / len(run["ap50"]) for run in measured["ours"]]
@@ -66,9 +68,43 @@ def draw(measured: dict[str, Any]) -> Figure:
     return figure
 
 
+@themed
+def draw_epochs(measured: dict[str, Any]) -> Figure:
+    """Draws AP50 over epochs."""
+    figure, axes = start_chart(height=2.6)
+    axes.plot(measured["epochs"], measured["ap50"], color=LINE_COLORS[0], marker="o")
+    for epoch, ap50 in zip(measured["epochs"], measured["ap50"], strict=True):
+        axes.annotate(f"{ap50:g}", (epoch, ap50), (0, -14), textcoords="offset points")
+    axes.set_xlim(0, 20)
+    axes.set_ylim(0, 80)
+    axes.set_xlabel("epochs")
+    axes.set_ylabel("AP50 (%)")
+    return figure
+
+
+@themed
+def draw_latency(measured: dict[str, Any]) -> Figure:
+    """Draws a bar of the seconds for an image, for each model and its form."""
+    names = [name for name, _ in measured["seconds"]]
+    seconds = [value for _, value in measured["seconds"]]
+    colors = [LINE_COLORS[0] if name.startswith("MF-DETR") else AXIS_COLOR for name in names]
+    figure, axes = start_chart(height=3.2)
+    bars = axes.barh(names, seconds, color=colors)
+    axes.bar_label(bars, fmt="%.2f", padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.set_xlabel("seconds for an image")
+    return figure
+
+
+DRAWINGS = {"minutes": draw_minutes, "epochs": draw_epochs, "latency": draw_latency}
+
+
 def main() -> None:
-    image = chart_image(draw(read()), caption="AP50 on aquarium over CPU minutes")
-    DRAWING.write_bytes(image.content)
+    measured = read()
+    for name, draw in DRAWINGS.items():
+        image = chart_image(draw(measured[name]), caption=name)
+        (DOCS / f"{name}.svg").write_bytes(image.content)
 
 
 if __name__ == "__main__":
