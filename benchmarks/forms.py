@@ -5,6 +5,7 @@ eager     the model as it is built
 compiled  peers: channels-last, ``torch.compile`` for one size; CUDA graphs on a GPU
 frozen    like "compiled", with constant weights, which folds BatchNorm; can be faster or slower
 deploy    ours: the output of ``qbheat_det.deploy``
+RUNTIME:PATH  an exported file, see ``exported_file.py``
 
 All use float32, except on GPUs. There, peers use bfloat16 for weights and images, ours by autocast.
 
@@ -20,13 +21,13 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import exported_file
 from benchmarks.detectors import DETECTORS, Forward, random_images
 from benchmarks.timing import set_threads
 from benchmarks.workers import Worker, open_answers, said, started
@@ -100,11 +101,14 @@ class Forwards:
         self._stack = ExitStack()
         numbers = [str(number) for number in (height, width, threads, int(quick))]
         for name, form in contenders:
+            runtime, _, path = form.partition(":")
+            command = [__file__, name, form, *numbers]
+            if path:
+                command = [exported_file.__file__, runtime, path, str(threads)]
             with said(f"{name}, {form}"):
-                command = [__file__, name, form, *numbers]
                 worker, ready = self._stack.enter_context(started(command))
                 self.calls[name, form] = partial(_seconds, worker)
-                if form != EAGER:
+                if form != EAGER and not path:
                     print(f"  {DETECTORS[name].title}, {form}: first call {ready['first']:.1f} s")
                     print("".join(f"    {line}\n" for line in ready["report"].splitlines()), end="")
 
@@ -120,34 +124,6 @@ def _seconds(worker: Worker) -> float:
     return float(worker()["seconds"])
 
 
-def open_file(form: str, threads: int) -> Callable[[Tensor], Any]:
-    """Opens RUNTIME:PATH; returns a function of images (1, 3, H, W) with values in [0, 255]."""
-    runtime, _, path = form.partition(":")
-    run: Callable[[Any], Any]
-    if runtime == "onnxruntime":
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-
-        def run(pixels: Any) -> Any:
-            return session.run(None, {"images": pixels})
-
-    else:
-        import openvino
-
-        settings: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
-        if runtime == "openvino-f32":
-            settings["INFERENCE_PRECISION_HINT"] = "f32"
-        request = openvino.Core().compile_model(path, "CPU", settings).create_infer_request()
-
-        def run(pixels: Any) -> Any:
-            return request.infer({"images": pixels})
-
-    return lambda images: run(images.byte().permute(0, 2, 3, 1).contiguous().numpy())
-
-
 def main() -> None:
     """Builds the detector, and answers requests until standard input ends."""
     name, form, *numbers = sys.argv[1:]
@@ -158,10 +134,7 @@ def main() -> None:
         images = random_images(height, width)
         with torch.inference_mode():
             start = time.perf_counter()
-            if ":" in form:
-                forward = open_file(form, threads)
-            else:
-                forward = build(name, form, quick=bool(quick))
+            forward = build(name, form, quick=bool(quick))
             forward(images)
             answer({"first": time.perf_counter() - start, "report": report_of(forward)})
             for _ in sys.stdin:

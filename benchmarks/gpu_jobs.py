@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The measurements of `make gpu`: speed, memory, the data path, and exported files.
 
-``python -m benchmarks.gpu_jobs JOB --rows FILE [--rehearse]`` runs one of ``JOBS``. With
+``python -m benchmarks.gpu_jobs JOB ... --rows FILE [--rehearse]`` runs some of ``JOBS``. With
 ``--rehearse``, it runs on the CPU with tiny images, to check that everything runs.
 
 Models have random weights. Training is measured on one batch that is read again and again, in
@@ -418,17 +418,18 @@ JOBS: dict[str, Callable[[Bench], None]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a job."""
+    """Runs jobs, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("job", choices=JOBS)
+    parser.add_argument("jobs", nargs="+", choices=JOBS, metavar="JOB")
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args(argv)
     torch.backends.cudnn.benchmark = True  # as in the recipes
     device = torch.device("cpu" if args.rehearse else "cuda")
     rows = Rows(args.rows)
-    with tempfile.TemporaryDirectory() as folder, rows.attempt(args.job):
-        JOBS[args.job](Bench(rows, device, args.rehearse, Path(folder)))
+    for job in args.jobs:
+        with tempfile.TemporaryDirectory() as folder, rows.attempt(job):
+            JOBS[job](Bench(rows, device, args.rehearse, Path(folder)))
 
 
 if __name__ == "__main__":

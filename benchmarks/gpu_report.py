@@ -90,25 +90,26 @@ def list_jobs(rehearse: bool) -> list[Job]:
         "torch.compile": ("compiled and not training", "gradients"),
     }
     pytest = ["-m", "pytest", "-q", "-p", "benchmarks.gpu_rows"]
-    jobs = [measurement("machine", "", 60)]
+    jobs = [measurement(["machine"], "", 60)]
     jobs.append(Job("tests", "a", [*pytest, "-m", "gpu", *marked], 120, is_timed=False))
-    for name, (names, rehearsed) in models.items():
-        chosen = ["-k", rehearsed if rehearse else names, "tests/gpu"]
-        jobs.append(Job(name, "b", [*pytest, *chosen], 180, is_timed=False))
-    for name, part, seconds in (
-        ("pretraining", "c", 90),
-        ("detector_training", "c", 120),
-        ("inference", "c", 90),
-        ("data_path", "d", 110),
-        ("exported", "e", 90),
-    ):
-        jobs.append(measurement(name, part, seconds))
+    if rehearse:  # few processes, as each one takes seconds to start
+        names = " or ".join(f"({rehearsed})" for _, rehearsed in models.values())
+        models = {"models": (names, names)}
+    for name, (names, _) in models.items():
+        jobs.append(Job(name, "b", [*pytest, "-k", names, "tests/gpu"], 180, is_timed=False))
+    speeds = {"pretraining": 90, "detector_training": 120, "inference": 90}
+    if rehearse:
+        jobs.append(measurement(list(speeds), "c", sum(speeds.values())))
+    else:
+        jobs += [measurement([name], "c", seconds) for name, seconds in speeds.items()]
+    jobs.append(measurement(["data_path"], "d", 110))
+    jobs.append(measurement(["exported"], "e", 90))
     return jobs
 
 
-def measurement(name: str, part: str, seconds: float) -> Job:
-    """Returns a job of ``gpu_jobs.py``."""
-    return Job(name, part, ["-m", "benchmarks.gpu_jobs", name], seconds)
+def measurement(names: Sequence[str], part: str, seconds: float) -> Job:
+    """Returns a process that runs jobs of ``gpu_jobs.py``."""
+    return Job(", ".join(names), part, ["-m", "benchmarks.gpu_jobs", *names], seconds)
 
 
 class Report:

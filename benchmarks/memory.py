@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.cached_cases import Case, make_config
-from benchmarks.timing import Result, peak_memory_in_turns, resident_mib
+from benchmarks.timing import Result, peak_memory_in_turns
 from benchmarks.trainer_steps import Steps
+from benchmarks.workers import resident_mib
 
 _CASES = {
     "retinanet_training_gib": "custom/retinanet_lite0_finetune.yaml",

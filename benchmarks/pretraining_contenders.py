@@ -21,7 +21,8 @@ from benchmarks.masked_peers import (
     TokenDroppingEncoder,
     draw_visible,
 )
-from benchmarks.timing import resident_mib, set_threads
+from benchmarks.timing import set_threads
+from benchmarks.workers import resident_mib
 
 
 @dataclass(frozen=True)

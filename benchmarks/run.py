@@ -30,6 +30,7 @@ from qbheat_det.core.errors import UserError, exit_on_user_error
 BENCHMARKS = {
     "latency": "latency of our detectors, plain and deployed, against DETR, RT-DETR and RetinaNet",
     "export": "latency of exported files in onnxruntime and OpenVINO, against PyTorch",
+    "deploy": "exported detectors in onnxruntime and OpenVINO, against YOLO26-n and D-FINE-N",
     "memory": "peak memory of training on images of many sizes",
     "cached_training": "training steps of a head on cached features, against running its encoder",
     "training": "seconds per training step of five recipes, against float32",

@@ -121,16 +121,6 @@ def peak_memory_in_turns(
     return {name: Sample.of(values) for name, values in peaks.items()}
 
 
-def resident_mib(*, peak: bool) -> float:
-    """Returns the current or peak resident memory of this process in MiB (Linux).
-
-    The peak is the kernel's VmHWM, because ``ru_maxrss`` includes the parent process's memory.
-    """
-    field = "VmHWM:" if peak else "VmRSS:"
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
-
-
 def set_threads(threads: int) -> None:
     """Sets the number of CPU threads that operators use in this process."""
     torch.set_num_threads(threads)

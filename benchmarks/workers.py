@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -83,3 +84,13 @@ def open_answers() -> Callable[[dict[str, Any]], None]:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return lambda content: print(json.dumps(content), file=answers, flush=True)
+
+
+def resident_mib(*, peak: bool) -> float:
+    """Returns the current or peak resident memory of this process in MiB (Linux).
+
+    The peak is the kernel's VmHWM, because ``ru_maxrss`` includes the parent process's memory.
+    """
+    field = "VmHWM:" if peak else "VmRSS:"
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))

@@ -125,8 +125,17 @@ def convert_notebook(path: Path) -> str:
         if cell["cell_type"] == "code":
             text = f"```python\n{text}\n```"
         parts.append(text)
+        parts += [convert_output(output) for output in cell.get("outputs", [])]
     note = f"*This page is the notebook `docs/tutorials/{path.name}`.*"
     return "\n\n".join([parts[0], note, *parts[1:], ""])
+
+
+def convert_output(output: dict[str, Any]) -> str:
+    """Converts an output of a notebook's cell, which is text or a JPEG, to Markdown."""
+    if output["output_type"] == "stream":
+        return f"```text\n{''.join(output['text'])}```"
+    content = "".join(output["data"]["image/jpeg"]).replace("\n", "")
+    return f"![output of the cell above](data:image/jpeg;base64,{content})"
 
 
 def list_api() -> str:

@@ -26,6 +26,7 @@ FILES = {
         "modeling.kept_classes",
         "modeling.loss_normalizer",
         "modeling.retinanet",
+        "modeling.separable_head",
     },
 }
 

@@ -186,6 +186,16 @@ def run_on_cluster(args: argparse.Namespace) -> int:
     return print_ray_report(run_on_ray(DetectionActor, arguments, args.images, args.output), args)
 
 
+def explain_nothing(report: "Predictions", threshold: float) -> str:
+    """Returns what the detector knows and what to do, if no box reaches the threshold."""
+    lines = [f"no box reaches --threshold {threshold}; highest score: {report.best_score:.2f}"]
+    if report.class_names:
+        lines.append(f"This detector only knows {', '.join(report.class_names)}.")
+    lines.append("If these are in your images, lower --threshold.")
+    lines.append("For other objects, train on your own boxes: qbheat train --data DATA")
+    return "\n".join(lines)
+
+
 def print_report(report: "Predictions", args: argparse.Namespace) -> None:
     """Prints the counts, the paths of the results, and the skipped files."""
     from qbheat_det.core.text import escape_controls
@@ -193,9 +203,7 @@ def print_report(report: "Predictions", args: argparse.Namespace) -> None:
     files = "file" if report.num_images == 1 else "files"
     print(f"{report.num_images} {files}: {len(report.results)} results")
     if report.num_images and not report.results:
-        print(
-            f"no box reaches --threshold {args.threshold}; highest score: {report.best_score:.2f}"
-        )
+        print(explain_nothing(report, args.threshold))
     if args.output and report.num_images:
         print(f"images:  {args.output}")
     if args.json:

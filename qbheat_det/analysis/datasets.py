@@ -40,7 +40,7 @@ from qbheat_det.data import (
 from qbheat_det.data.checks import DataError, find_record_errors
 from qbheat_det.data.datasets.account import LeftOut
 from qbheat_det.engine import RunFlags, read_config
-from qbheat_det.engine.opened_sources import Role, Sources, join_roles
+from qbheat_det.engine.opened_sources import Role, Sources, find_unvalidated, join_roles
 from qbheat_det.engine.run_config import choose_recipe
 from qbheat_det.engine.run_data import get_longest_side, leave_out_images
 from qbheat_det.evaluation import choose_max_detections
@@ -58,8 +58,9 @@ _COCO_SIZES = (32.0, 96.0)  # pixels; square roots of the areas between small, m
 class DatasetSource:
     """A dataset to inspect, for training ("train") or for evaluation ("val").
 
-    It is either opened from files, or registered in Detectron2's catalog. ``accounts`` are those of
-    several datasets that are joined.
+    It is either opened from files, or registered in Detectron2's catalog. If several datasets are
+    joined, ``accounts`` are theirs, and ``divided`` names those without a validation part. Training
+    divides these, so that their copies of validation images are for validation too.
     """
 
     name: str
@@ -67,6 +68,7 @@ class DatasetSource:
     source: Source | None = None  # None if ``name`` is registered
     annotations: Annotations | None = field(default=None, repr=False)  # content of ``source``
     accounts: Sequence[Account] = ()
+    divided: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -126,9 +128,16 @@ def list_sources(cfg: CfgNode, flags: RunFlags, sources: Sources) -> list[Datase
         for opened in members:
             if opened.annotations is not None:
                 _leave_out(opened.annotations, cfg)
+        divided = [
+            opened.annotations.origin
+            for opened in find_unvalidated(flags, sources)
+            if opened.annotations is not None
+        ]
         joined = join_roles(flags, sources)
         return [
-            DatasetSource(role, role, one.source, one.annotations, list(one.accounts.values()))
+            DatasetSource(
+                role, role, one.source, one.annotations, list(one.accounts.values()), divided
+            )
             for role, one in joined.items()
         ]
     listed = [
@@ -271,9 +280,11 @@ def _find_leaks(train: Inspection, val: Inspection) -> list[DataError]:
     """Returns an error for each image of ``val`` that is byte-identical to one of ``train``."""
     # Files of different sizes cannot be identical.
     train_files: dict[int, list[str]] = defaultdict(list)  # by size in bytes
+    sets = train.annotations.sets if train.annotations else {}
     for record in train.records:
         path = record["file_name"]
-        if os.path.isfile(path):
+        is_divided = sets.get(path) in train.source.divided
+        if os.path.isfile(path) and not is_divided:
             train_files[os.path.getsize(path)].append(path)
     errors = []
     for record in val.records:
@@ -318,6 +329,7 @@ def format_report(
         class_rows.append((name, *(counts.get(name, 0) for counts in boxes_per_class)))
 
     messages = _list_annotated(inspections)
+    messages += _advise_empty_images(inspections)
     messages += [f"warning: {text}" for text in [*warnings, *account.notes]]
     messages += _list_errors(errors)
     return "\n\n".join(
@@ -344,6 +356,19 @@ def _list_annotated(inspections: Sequence[Inspection]) -> list[str]:
             num_images = len(inspection.annotations.images)
             text = describe_annotated(num_annotated, num_images)
             lines.append(f"{inspection.source.name}: {text}")
+    return lines
+
+
+def _advise_empty_images(inspections: Sequence[Inspection]) -> list[str]:
+    """Returns a line for each training dataset in which every image has objects."""
+    lines = []
+    for inspection in inspections:
+        is_full = all(record["annotations"] for record in inspection.records)
+        if inspection.source.role == "train" and inspection.records and is_full:
+            lines.append(
+                f"advice: every image of '{inspection.source.name}' has objects: add some images "
+                "without, or the detector may find its objects in other pictures"
+            )
     return lines
 
 

@@ -163,7 +163,8 @@ def draw_detections(
         return figure
     run = next(run for run in runs if run.label == evaluated[0].label)
     headline, command = summarize(evaluated[0], run)
-    return dataclasses.replace(figure, headline=headline, command=command)
+    caution = warn_of_other_pictures(dataset)
+    return dataclasses.replace(figure, headline=headline, command=command, caution=caution)
 
 
 def summarize(result: RunDetections, run: Run) -> tuple[str, str]:
@@ -175,11 +176,20 @@ def summarize(result: RunDetections, run: Run) -> tuple[str, str]:
         f"Finds {counts['correct']:,} of {num_boxes:,} objects in {len(result.image_ids):,} test "
         f"images, with {counts['wrong']:,} wrong boxes, at threshold {threshold}"
     )
-    weights = run.path
-    if (run.path / "model_best.safetensors").exists():  # which the folder would name
-        weights = run.weights
-    command = shlex.join(["qbheat", "predict", "--weights", str(weights), "--images", "photos/"])
+    command = shlex.join(["qbheat", "predict", "--weights", str(run.path), "--images", "photos/"])
     return headline, f"{command} --output drawn/ --threshold {threshold}"
+
+
+def warn_of_other_pictures(dataset: DetectionSet) -> str:
+    """Returns a sentence if each image has objects. Otherwise, returns ""."""
+    with_objects = {annotation["image_id"] for annotation in dataset.content["annotations"]}
+    if any(image["id"] not in with_objects for image in dataset.content["images"]):
+        return ""
+    return (
+        f"All these images have objects. In other pictures, a detector that only knows "
+        f"{join_first(dataset.class_names)} may take similar things for them, with high scores. "
+        "Some images without objects in the training and test data prevent and show this."
+    )
 
 
 def read_set(name: str) -> DetectionSet:

@@ -60,7 +60,8 @@ class Figure:
 
     ``name`` and the keys of ``images`` become parts of file names. ``explanation`` is a list of
     paragraphs in plain text. ``data`` has the numbers that the images show. A page about one run
-    has ``headline``, the result in one sentence, and ``command``, which uses the run, at its top.
+    has ``headline``, the result in one sentence, ``command``, which uses the run, and ``caution``,
+    what the result does not tell, at its top.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Figure:
     table: Table | None = None
     headline: str = ""
     command: str = ""
+    caution: str = ""
 
 
 def write_figure(figure: Figure, folder: Path) -> list[Path]:

@@ -26,6 +26,7 @@ from qbheat_det.inference.results import (
     render_annotations,
     save_annotations,
 )
+from qbheat_det.probing import LinearProbe, fit_penalised
 
 from .detector import Detector
 from .encoder import Encoder
@@ -43,11 +44,13 @@ __all__ = [
     "Encoder",
     "Format",
     "Image",
+    "LinearProbe",
     "UnreadableImage",
     "count_decoders",
     "embed_images",
     "find_inputs",
     "find_weights",
+    "fit_penalised",
     "get_class_color",
     "load",
     "load_detector",

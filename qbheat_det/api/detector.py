@@ -216,7 +216,7 @@ class Detector(NamesAttributes, Trained):
         Args:
             data: data set with boxes, in any format of ``--data``, or several (``RunFlags``). The
                 detector gets the classes of the data. Classes with the same name keep their
-                weights.
+                weights. With the flag ``keep_classes=True``, it keeps all of its classes.
             epochs: number of passes over the images; by default 20, if ``minutes`` is not given.
             minutes: duration for which epochs and image size are chosen.
             output: folder of the run; by default a new folder in ``output/``.

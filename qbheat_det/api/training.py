@@ -283,7 +283,7 @@ def write_run_report(cfg: CfgNode) -> Path:
             f"{_count_steps(run.weights):,} steps. Commands that name the folder use them too."
         )
     command = ["qbheat", "report", str(folder), "--output", str(page), "--only", *names]
-    build_report(
+    results = build_report(
         names,
         [run],
         FigureOptions(num_images=_NUM_PICTURES),
@@ -293,6 +293,9 @@ def write_run_report(cfg: CfgNode) -> Path:
         title=title,
         lead=lead,
     )
+    for result in results:
+        if result.figure is not None and result.figure.headline:
+            logger.info(f"{result.figure.headline}. {result.figure.caution}")
     return page
 
 

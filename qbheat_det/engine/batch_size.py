@@ -36,6 +36,7 @@ from qbheat_det.fast import optimize
 from qbheat_det.modeling.contracts import TILE, BatchedInputs
 from qbheat_det.tasks import find_task
 
+from .old_detector import build_old_detector
 from .step import StepTrainer, choose_precision
 from .trainer import Trainer, choose_form
 
@@ -278,6 +279,8 @@ def try_batches(cfg: CfgNode, images: BatchedInputs, start: int, largest: int) -
     optimize(model, choose_form(cfg))
     model.train()
     optimizer = Trainer.build_optimizer(cfg, model)
+    precision = choose_precision(cfg)
+    old_detector = build_old_detector(cfg, model, precision=precision)
     trials: list[Trial] = []
 
     def fits(size: int) -> bool:
@@ -288,7 +291,8 @@ def try_batches(cfg: CfgNode, images: BatchedInputs, start: int, largest: int) -
             optimizer,
             batch_size=size,
             accumulate=min(size, cfg.SOLVER.ACCUMULATE),
-            precision=choose_precision(cfg),
+            precision=precision,
+            old_detector=old_detector,
         )
         trial = Trial(size, fits=False)
         try:

@@ -42,9 +42,9 @@ _MAX_EPOCHS = 3
 _TIMING_SHARE = 0.08  # until which steps are timed; the last of them, and its evaluation, take time
 _USED_SHARE = 0.95  # the rest is for the report
 _NUM_STEPS = 24  # steps of a dry run, which times the second half
-_MIN_STEPS = 200  # of a run that has no time; with fewer, a detector finds nothing
+_MIN_STEPS = 100  # of a run that has no time; with fewer, a detector finds nothing
 _LEAST_MINUTES = 0.5
-_MAX_EXCESS = 4  # times the minutes that the least possible run may take
+_MAX_EXCESS = 10  # times the minutes that the least possible run may take
 
 
 @dataclass(frozen=True)

@@ -124,3 +124,15 @@ class OldDetector:
                 predictions = self._model.predict_old(batch)
             for image, prediction in zip(batch, predictions, strict=True):
                 image[OLD_PREDICTIONS] = prediction
+
+
+def build_old_detector(
+    cfg: CfgNode, model: nn.Module, *, precision: torch.dtype | None
+) -> OldDetector | None:
+    """Returns the old detector of a run, without its weights; None if no classes are kept.
+
+    The arguments after the config are those of ``OldDetector``.
+    """
+    if not cfg.MODEL.KEEP_CLASSES.NUM:
+        return None
+    return OldDetector(model, precision=precision)

@@ -642,6 +642,7 @@ def _read_or_make_split(
         fraction=draft.cfg.DATASETS.VAL_FRACTION,
         seed=max(draft.cfg.SEED, 0),
         seen=seen,
+        has_val=bool(own_val),
     )
     paths = _list_paths(flags)
     data = paths[0] if len(paths) == 1 else paths

@@ -59,7 +59,7 @@ from .hooks import EvalHook, PeriodicCheckpointer, SkippedImages, keep_memory
 from .launch import distribute
 from .logs import PeriodicWriter, describe_model, warn_of_weights
 from .mean_teacher import MeanTeacher, build_eval_hooks
-from .old_detector import OldDetector
+from .old_detector import build_old_detector
 from .resume import StopSignals, YieldToNewerStart, check_same_config, check_same_images
 from .step import StepTrainer, choose_precision
 from .time_limit import EndInTime, TimeLimit
@@ -119,9 +119,7 @@ class Trainer(DefaultTrainer):
             if cfg.DATASETS.UNLABELLED:
                 self._mean_teacher = MeanTeacher(self._average.module, precision=precision)
                 data_loader.burn_in = round(cfg.MODEL.SEMI.BURN_IN * cfg.SOLVER.MAX_ITER)
-        self._old_detector = None
-        if cfg.MODEL.KEEP_CLASSES.NUM:
-            self._old_detector = OldDetector(self.bare_model, precision=precision)
+        self._old_detector = build_old_detector(cfg, self.bare_model, precision=precision)
         self._trainer = StepTrainer(
             distribute(self.bare_model),
             data_loader,

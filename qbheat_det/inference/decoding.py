@@ -14,6 +14,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkContext, ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -76,7 +77,7 @@ class DecodingProcesses:
         """
         self.count = count
         if fork:
-            self._context = multiprocessing.get_context("fork")
+            self._context: ForkContext | ForkServerContext = multiprocessing.get_context("fork")
         else:
             # The fork server has no threads, and imports the decoders once for all processes.
             self._context = multiprocessing.get_context("forkserver")

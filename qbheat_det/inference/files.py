@@ -105,6 +105,7 @@ def predict_files(
         tile=tile,
         limits=limits,
     )
+    predictions.class_names = list(cfg.MODEL.CLASS_NAMES)
     if json_file and comm.is_main_process():
         if not cfg.MODEL.CATEGORY_IDS:
             print("note: the config lists no MODEL.CATEGORY_IDS, so category ids start from 1")

@@ -147,7 +147,8 @@ def run_on_ray(
         compute=ray.data.ActorPoolStrategy(min_size=1, max_size=num_workers),
     )
     target = PyFileSystem(FSSpecHandler(filesystem))
-    results.write_parquet(folder, filesystem=target)
+    # Ray would otherwise keep cores free for writing, half of those of a small machine.
+    results.write_parquet(folder, filesystem=target, ray_remote_args={"num_cpus": 0})
     return _read_report(folder, target, len(files))
 
 

@@ -180,6 +180,7 @@ class Predictions:
             dict also has "frame".
         num_images: number of images and videos that were predicted on.
         best_score: highest score of all boxes, including boxes below the threshold.
+        class_names: class names of the model; empty if they are unknown.
         skipped: (path, reason) of each unreadable file.
         undrawn: (path, reason) of each image that could not be drawn. Its boxes are in ``results``.
     """
@@ -188,6 +189,7 @@ class Predictions:
     images: list[dict[str, Any]] = field(default_factory=list)
     num_images: int = 0
     best_score: float = 0.0
+    class_names: Sequence[str] = ()
     skipped: list[tuple[str, str]] = field(default_factory=list)
     undrawn: list[tuple[str, str]] = field(default_factory=list)
 

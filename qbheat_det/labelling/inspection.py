@@ -1,8 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Finds labels that are probably wrong with detectors that were not trained on them.
+"""Finds labels that are probably wrong with models that were not trained on them.
 
 The images are divided into two halves. A detector with a frozen encoder is trained on each half
-and predicts on the other half. ``suspects`` compares the predictions with the labels.
+and predicts on the other half. ``appearance`` judges boxes by the features of the same encoder.
+``suspects`` compares both with the labels.
 """
 
 import json
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torchvision.ops import box_iou
 
-from qbheat_det.api import Detector, Encoder, load
+from qbheat_det.api import Detector, Encoder, load, load_encoder
 from qbheat_det.api.training import train_afresh
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import refuse_second_command, replace_folders, write_atomically
@@ -25,12 +26,16 @@ from qbheat_det.data.datasets.splits import choose_val, group_by_rarest_class
 from qbheat_det.engine import RunFlags
 from qbheat_det.engine.run_flags import FREEZE_ALL
 
+from .appearance import encode_files, judge_boxes
 from .labels import ImageBoxes, Labels, LabelSuspect, open_labels, stack_boxes
-from .suspects import Labelled, Suspect, calibrate, find_suspects
+from .suspects import Labelled, Suspect, find_suspects
 
 logger = logging.getLogger(__name__)
 _RECIPE = "custom/cached_retinanet_lite0_probe.yaml"
 _MOBILE_FORMER_RECIPE = "custom/cached_retinanet_285M_probe.yaml"
+_ENCODER = "timm/tf_efficientnet_lite0"  # of this recipe
+# Half of the recipe's steps and views: the features of the boxes tell more than a better detector.
+_SCHEDULE = ("SOLVER.EPOCHS", "10.0", "SOLVER.MIN_ITER", "160", "INPUT.FIXED_VIEWS.COUNT", "2")
 _MIN_PROBABILITY = 0.1  # of listed suspects: a person looks at ten suspects to find an error
 _MIN_LISTED = 20
 _MAX_LISTED = 200
@@ -39,11 +44,15 @@ _SAME_IOU = 0.5  # smallest IoU of two boxes of one object
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train the two detectors: config file, overrides of its keys, and initial weights."""
+    """How to train the two detectors: config file, overrides of its keys, and initial weights.
+
+    ``encoder`` names the weights of the encoder.
+    """
 
     config_file: str = _RECIPE
     opts: Sequence[str] = ()
     weights: str = ""
+    encoder: str = _ENCODER
 
 
 def inspect_labels(
@@ -59,7 +68,7 @@ def inspect_labels(
     """Finds probable errors in the labels of a data set.
 
     Trains a detector on each half of the images, and compares its predictions with the labels of
-    the other half.
+    the other half. Also compares the encoder's features of each box with those of other images.
 
     Args:
         data: data set with boxes, in any format of ``--data``. Its training part is inspected.
@@ -85,22 +94,30 @@ def inspect_labels(
         replace_folders(folder)
         recipe = choose_recipe(labels, encoder, folder)
         predictions, ap50 = predict_halves(labels, folder, recipe, seed, opts)
+    paths = [Path(labels.file.image_root, image["file_name"]) for image in labels.file.images]
+    encoded = encode_files(load_encoder(recipe.encoder), paths)
+    readable = [index for index, image in enumerate(encoded) if image is not None]
     annotations = labels.list_annotations()
-    truth = [stack_boxes(entries) for entries in annotations]
-    unannotated = labels.find_unannotated()
-    predictions = drop_unannotated(predictions, truth, unannotated)
-    suspects = [
-        suspect
-        for suspect in calibrate(find_suspects(truth, predictions), truth, predictions, seed)
-        if suspect.kind != "missing" or suspect.label not in unannotated[suspect.image]
-    ]
-    described = [describe_suspect(labels, annotations, suspect) for suspect in suspects]
+    truth = [stack_boxes(annotations[index]) for index in readable]
+    every_unannotated = labels.find_unannotated()
+    unannotated = [every_unannotated[index] for index in readable]
+    predictions = drop_unannotated([predictions[index] for index in readable], truth, unannotated)
+    category_ids = labels.file.category_ids
+    maps = [image for image in encoded if image is not None]
+    judgements = judge_boxes(maps, truth, predictions, category_ids, seed)
+    suspects = find_suspects(truth, predictions, judgements, category_ids, seed=seed)
+    described = []
+    for suspect in suspects:
+        if suspect.kind == "missing" and suspect.label in unannotated[suspect.image]:
+            continue
+        located = replace(suspect, image=readable[suspect.image])
+        described.append(describe_suspect(labels, annotations, located))
     return labels, described, ap50
 
 
 def drop_unannotated(
     predictions: Labelled, truth: Labelled, unannotated: Sequence[Collection[int]]
-) -> Labelled:
+) -> list[ImageBoxes]:
     """Drops predictions that may show objects which were not to be labelled.
 
     Args:
@@ -170,16 +187,16 @@ def choose_recipe(labels: Labels, encoder: str, folder: Path) -> Recipe:
     trained.export_backbone(weights, overwrite=True)
     if name == "MobileFormer":
         variant = ["MODEL.MOBILE_FORMER.VARIANT", model.MOBILE_FORMER.VARIANT]
-        return Recipe(_MOBILE_FORMER_RECIPE, variant, str(weights))
+        return Recipe(_MOBILE_FORMER_RECIPE, variant, str(weights), str(weights))
     opts = ["MODEL.FPN.BOTTOM_UP", name]
     opts += ["MODEL.PIXEL_MEAN", str(list(model.PIXEL_MEAN))]
     opts += ["MODEL.PIXEL_STD", str(list(model.PIXEL_STD))]
-    return Recipe(_RECIPE, opts, str(weights))
+    return Recipe(_RECIPE, opts, str(weights), str(weights))
 
 
 def predict_halves(
     labels: Labels, folder: Path, recipe: Recipe, seed: int, opts: Sequence[str]
-) -> tuple[Labelled, list[float]]:
+) -> tuple[list[ImageBoxes], list[float]]:
     """Trains a detector on each half of the images, and predicts on the other half.
 
     Returns the predictions for each image, and the AP50 in percent of each detector.
@@ -201,6 +218,7 @@ def predict_halves(
         write_atomically(path, json.dumps(content).encode())
     by_image: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in file.images}
     ap50 = []
+    fixed = ["SEED", str(seed), "TEST.EVAL_EPOCHS", "0.0"]
     for train, val in (files, files[::-1]):
         run = folder / f"trained_on_{train.stem}"
         flags = RunFlags(
@@ -211,7 +229,7 @@ def predict_halves(
             val_images=file.image_root,
             weights=recipe.weights,
             output=str(run),
-            opts=[*recipe.opts, "SEED", str(seed), "TEST.EVAL_EPOCHS", "0.0", *opts],
+            opts=[*recipe.opts, *_SCHEDULE, *fixed, *opts],
         )
         _, results = train_afresh(flags)
         ap50.append(float(np.nan_to_num(results["bbox"]["AP50"])))  # nan without detections
@@ -230,7 +248,7 @@ def describe_suspect(
     """
     image = labels.file.images[suspect.image]
     class_names = dict(zip(labels.file.category_ids, labels.file.class_names, strict=True))
-    x0, y0, x1, y1 = suspect.correction
+    x0, y0, x1, y1 = suspect.box
     described = LabelSuspect(
         kind=suspect.kind,
         score=round(suspect.score, 4),
@@ -244,16 +262,12 @@ def describe_suspect(
     if suspect.annotation is None:  # a missing box
         return described
     entry = annotations[suspect.image][suspect.annotation]
-    annotated_id = entry["category_id"]
-    annotated_category = class_names[annotated_id]
-    annotated_bbox = tuple(entry["bbox"])
     described = replace(
         described,
         annotation_id=entry["id"],
-        annotated_category=annotated_category,
-        annotated_bbox=annotated_bbox,
+        annotated_category=class_names[entry["category_id"]],
+        annotated_bbox=tuple(entry["bbox"]),
     )
-    if suspect.kind == "class":  # only the class is corrected, so the box stays as annotated
-        return replace(described, bbox=annotated_bbox)
-    # Only the box is corrected, so the class stays as annotated.
-    return replace(described, category_id=annotated_id, category=annotated_category)
+    if suspect.kind == "location":
+        return described
+    return replace(described, bbox=described.annotated_bbox)  # the same numbers as in the labels

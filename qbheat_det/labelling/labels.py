@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -20,7 +20,11 @@ from qbheat_det.data import Annotations, find_annotated, open_source
 from qbheat_det.data.datasets.annotated import restore_annotated
 from qbheat_det.data.datasets.annotations import is_inside
 
-Kind = Literal["missing", "location", "class"]
+Kind = Literal["missing", "location", "class", "extra", "duplicate"]
+NEW_BOX_KINDS = ("missing", "location")
+"""The kinds whose correction is a new box."""
+REMOVED_KINDS = ("extra", "duplicate")
+"""The kinds whose correction removes the annotation."""
 XYWH = tuple[float, float, float, float]
 _MIN_IMAGES = 10
 
@@ -41,12 +45,15 @@ class LabelSuspect:
     """A label that is probably wrong, and its correction.
 
     Attributes:
-        kind: "missing" (an object without a box), "location" or "class".
+        kind: "missing" (an object without a box), "location" (a misplaced box), "class" (a wrong
+            class), "extra" (a box without an object) or "duplicate" (a second box of an object).
         score: probability of the error.
         image_id, file_name: id and file name of the image.
         annotation_id: id of the suspicious annotation; None if a box is missing.
-        category_id, category: id and name of the class after the correction.
-        bbox: box after the correction, XYWH in pixels.
+        category_id, category: id and name of the class after the correction. If ``kind`` is
+            "duplicate", those of the other box.
+        bbox: box after the correction, XYWH in pixels. The correction of "extra" and "duplicate"
+            removes the annotation, so this is the annotated box.
         annotated_category, annotated_bbox: class name and box (XYWH in pixels) of the suspicious
             annotation; None if a box is missing.
     """
@@ -69,7 +76,24 @@ class LabelSuspect:
             return f"a {self.category} without a box"
         if self.kind == "location":
             return f"the box of a {self.category} in a wrong place"
+        if self.kind == "extra":
+            return f"labelled {self.annotated_category}, but none is seen here"
+        if self.kind == "duplicate" and self.category == self.annotated_category:
+            return f"two boxes on one {self.category}"
+        if self.kind == "duplicate":
+            return f"labelled {self.annotated_category}, and also {self.category}"
         return f"labelled {self.annotated_category}, looks like {self.category}"
+
+    @property
+    def action(self) -> str:
+        """What the correction does, in words."""
+        if self.kind == "missing":
+            return "Adds the orange box"
+        if self.kind == "location":
+            return "Moves the box"
+        if self.kind in REMOVED_KINDS:
+            return "Removes the box"
+        return f"Changes the class to {self.category}"
 
 
 @dataclass(frozen=True)
@@ -139,8 +163,9 @@ def apply_corrections(
 ) -> str:
     """Applies corrections to labels, and writes a COCO file. Returns a summary of the changes.
 
-    Missing boxes are added, misplaced boxes are moved, and wrong classes are changed. A repeated
-    correction is applied once. Existing ids and all other entries do not change. Masks of moved
+    Missing boxes are added, misplaced boxes are moved, wrong classes are changed, and boxes without
+    an object and second boxes of an object are removed. A repeated correction is applied once.
+    Existing ids and all other entries do not change. Masks of moved
     boxes are dropped.
 
     Args:
@@ -159,9 +184,10 @@ def apply_corrections(
     if output.exists():  # it may be part of the data set
         raise UserError(f"'{output}' exists: choose another --output folder")
     content = copy.deepcopy(labels.file.keep())
-    entries = {entry["id"]: entry for entry in content["annotations"]}
+    annotations = {entry["id"]: entry for entry in content["annotations"]}
+    entries = dict(annotations)  # of the corrected labels
     images_by_id = {image["id"]: image for image in content["images"]}
-    counts = {"missing": 0, "location": 0, "class": 0}  # of applied corrections
+    counts = dict.fromkeys(get_args(Kind), 0)  # of applied corrections
     applied = set()
     corrected_by: dict[int, int] = {}  # position of the suspect, by id of the annotation
     for number, suspect in enumerate(read_corrections(corrections, labels.digest)):
@@ -169,7 +195,7 @@ def apply_corrections(
         if suspect.category_id not in labels.file.category_ids:
             raise UserError(f"{place}: there is no class {suspect.category_id}")
         image = images_by_id.get(suspect.image_id)
-        annotation = entries.get(suspect.annotation_id)
+        annotation = annotations.get(suspect.annotation_id)
         check_correction(place, suspect, image, annotation)
         change = (
             suspect.kind,
@@ -191,7 +217,7 @@ def apply_corrections(
         counts[suspect.kind] += 1
         box = {"bbox": list(suspect.bbox), "area": suspect.bbox[2] * suspect.bbox[3]}
         if annotation is None:
-            new_id = max(entries, default=0) + 1
+            new_id = max([*annotations, *entries], default=0) + 1
             entries[new_id] = {
                 "id": new_id,
                 "image_id": suspect.image_id,
@@ -199,6 +225,8 @@ def apply_corrections(
                 **box,
                 "category_id": suspect.category_id,
             }
+        elif suspect.kind in REMOVED_KINDS:
+            del entries[annotation["id"]]
         elif suspect.kind == "class":
             annotation["category_id"] = suspect.category_id
         else:
@@ -210,9 +238,11 @@ def apply_corrections(
     folder = os.path.abspath(labels.file.image_root)
     command = shlex.join(["qbheat", "train", "--data", str(output), "--images", folder])
     boxes = "box" if counts["missing"] == 1 else "boxes"
+    num_removed = sum(counts[kind] for kind in REMOVED_KINDS)
     return (
         f"{counts['missing']:,} {boxes} added, {counts['location']:,} moved, "
-        f"{counts['class']:,} given another class. Train on the corrected labels:\n{command}"
+        f"{counts['class']:,} given another class, {num_removed:,} removed. "
+        f"Train on the corrected labels:\n{command}"
     )
 
 
@@ -237,7 +267,7 @@ def check_correction(
         raise UserError(f"{place}: the kind '{suspect.kind}' does not fit the annotation or box")
     if not is_missing and (annotation is None or annotation["image_id"] != suspect.image_id):
         raise UserError(f"{place}: the image has no annotation {suspect.annotation_id}")
-    if suspect.kind != "class" and not is_inside(suspect.bbox, image):
+    if suspect.kind in NEW_BOX_KINDS and not is_inside(suspect.bbox, image):
         size = f"{image['width']} x {image['height']}"
         raise UserError(f"{place}: bbox {suspect.bbox} is not inside the image of {size} pixels")
 

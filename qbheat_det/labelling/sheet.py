@@ -24,7 +24,7 @@ from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.data import IMAGE_FORMATS
 from qbheat_det.data.images import turn_upright
 
-from .labels import Labels, LabelSuspect
+from .labels import NEW_BOX_KINDS, Labels, LabelSuspect
 from .selection import Selection
 
 ColoredBoxes = list[tuple[Sequence[float], tuple[int, int, int]]]
@@ -144,6 +144,7 @@ def write_suspects(
         rows.append(
             {
                 "text": suspect.text,
+                "action": suspect.action,
                 "name": suspect.file_name,
                 "score": suspect.score,
                 "image": draw_suspect(path, suspect),
@@ -162,12 +163,12 @@ def write_suspects(
 def draw_suspect(path: str, suspect: LabelSuspect) -> str:
     """Crops the image ``path`` to a suspect, and draws the annotated and the corrected box.
 
-    The annotated box is blue, and the corrected one orange. Returns the crop as a data URI.
+    The annotated box is blue, and a new box is orange. Returns the crop as a data URI.
     """
     drawn: ColoredBoxes = []
     if suspect.annotated_bbox:
         drawn.append((suspect.annotated_bbox, _BLUE))
-    if suspect.kind != "class":  # a wrong class has a correct box
+    if suspect.kind in NEW_BOX_KINDS:
         drawn.append((suspect.bbox, _ORANGE))
     boxes = np.array([box for box, _ in drawn])  # (n, 4), XYWH
     top_left = boxes[:, :2].min(axis=0)

@@ -190,6 +190,7 @@ def test_metrics_of_inference_are_those_computed_by_hand(data, tmp_path):
         str(tmp_path / "run"),
     ]
     assert figure.command.endswith("--threshold 0.1")
+    assert "square, disc" in figure.caution  # as each image has objects
     assert not [cell for row in figure.table.rows for cell in row if "nan" in cell]
     assert all(path.stat().st_size for path in write_figure(figure, tmp_path / "figures"))
 
@@ -200,6 +201,11 @@ def test_a_broken_image_is_left_out_with_its_boxes(tmp_path):
     (data / "images" / "3.png").write_bytes(b"no picture")
     figure = draw(run, images=3, threshold=0.1)
     assert figure.data["images"] == 2
+    content = json.loads((data / "boxes.json").read_text())
+    content["annotations"] = content["annotations"][:1]
+    (data / "some.json").write_text(json.dumps(content))
+    some = draw(write_detector(tmp_path / "other", data, "some.json"), threshold=0.1)
+    assert some.caution == ""  # one image has no objects
     assert figure.data["boxes"] == {"square": 1, "disc": 1}
     # The only disc that is left is found.
     assert figure.data["runs"]["run"]["class_ap"] == pytest.approx({"square": 0, "disc": 100})

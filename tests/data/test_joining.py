@@ -127,14 +127,14 @@ def test_an_image_in_two_sets_has_the_labels_of_both(tmp_path):
     boxes = [(1, 1, 3), (1, 2, 9), (2, 1, 4)]
     some = {"annotated_category_ids": [1]}
     first = read(write(tmp_path / "a.json", [(1, some), (2, {})], boxes, {1: "cat", 2: "dog"}))
-    boxes = [(1, 1, 10), (1, 2, 20), (1, 2, 9), (1, 3, 30)]
+    boxes = [(1, 1, 10), (1, 2, 20), (1, 2, 9.4), (1, 3, 30)]
     second = read(write(tmp_path / "b.json", [(1, {})], boxes, {1: "cat", 2: "dog", 3: "owl"}))
     assert list_annotated(first) == [{"cat"}, {"cat", "dog"}]
     joined, dropped = join(first, second)
-    expected = [("cat", 3), ("dog", 9), ("dog", 20), ("owl", 30)]
+    expected = [("cat", 3), ("dog", 9.4), ("dog", 20), ("owl", 30)]
     assert [sorted(boxes) for boxes in list_boxes(joined)] == [expected, [("cat", 4)]]
     assert list_annotated(joined) == [{"cat", "dog", "owl"}, {"cat", "dog"}]
-    # The cat at 10 contradicts the one at 3. The dog at 9 is in both.
+    # The cat at 10 contradicts the one at 3. The dog at 9 is also at 9.4.
     assert [(account is first.account, left_out.is_fault) for account, left_out in dropped] == [
         (True, False),
         (False, True),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from detectron2.utils import comm
 
+from qbheat_det.api import training
 from qbheat_det.config import dump_config, load_config
 from qbheat_det.core.environment import count_cores
 from qbheat_det.core.errors import UserError
@@ -236,6 +237,18 @@ def test_the_recipe_is_chosen_by_device_and_size(flags, on_gpu, monkeypatch):
     folder = str(Path(flags.data).parent / "images")
     with pytest.raises(UserError, match="--size is for detectors"):
         choose_recipe(dataclasses.replace(flags, data=None, images=folder))
+
+
+def test_minutes_do_not_change_images_whose_batch_was_found(flags, monkeypatch):
+    monkeypatch.setattr(training, "fit_minutes", lambda stages, flags, build: flags.image_size)
+    flags = dataclasses.replace(flags, minutes=5)
+    assert training.plan_run(flags) == 64
+    assert (
+        training.plan_run(
+            dataclasses.replace(flags, opts=[*flags.opts, "SOLVER.LARGEST_BATCH", "0"])
+        )
+        is None
+    )
 
 
 def test_workers_leave_a_core_to_each_process(flags, monkeypatch):

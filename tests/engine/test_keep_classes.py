@@ -10,6 +10,7 @@ import torch
 from qbheat_det.checkpoint import WeightsInfo, info_of, read_weights, save_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import Trainer
+from qbheat_det.engine.batch_size import try_batches
 from qbheat_det.engine.dry_run import dry_run
 from qbheat_det.modeling.contracts import ANNOTATED_CLASSES
 from tests.toy_set import draw_toy_set
@@ -177,11 +178,15 @@ def test_results_of_old_and_new_classes_are_apart_and_a_grown_detector_can_be_a_
     assert build_config(without).MODEL.KEEP_CLASSES.NUM == 0
 
 
-def test_a_dry_run_forecasts_a_step(parts, run, tmp_path):
+def test_a_dry_run_and_trials_of_the_batch_make_steps(parts, run, tmp_path):
     stage = assemble(keep(parts, run, tmp_path / "dry", {}))
     report = dry_run(stage.cfg, Trainer)
     assert report.total_seconds > 0
     assert not (tmp_path / "dry").exists()
+    stage.data.register()
+    images = next(iter(Trainer.build_train_loader(stage.cfg)))
+    (trial,) = try_batches(stage.cfg, images, 2, 2)
+    assert trial.fits
 
 
 def test_without_the_flag_the_log_names_it(parts, run, tmp_path):

@@ -2,6 +2,7 @@
 """Several --data: joined, held out, trained on and evaluated; and what is refused."""
 
 import json
+import logging
 import shutil
 
 import numpy as np
@@ -12,6 +13,7 @@ from qbheat_det.analysis.run import Run
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import RunFlags, Trainer, assemble_run, setup
 from qbheat_det.modeling.contracts import ANNOTATED_CLASSES
+from tests.tool_modules import load_tool
 from tests.toy_set import draw_toy_set
 
 from .classifier_cases import make_classes
@@ -138,8 +140,24 @@ def test_copies_of_an_image_get_the_labels_of_all_sets_and_one_side(sets):
         added = [one for one in content["annotations"] if one["image_id"] == number]
         new = [one for one in record["annotations"] if one["category_id"] > 2]
         assert len(new) == sum(one["category_id"] > 4 for one in added)
+    one = json.loads(json.dumps({**content, "images": content["images"][:1]}))
+    one["annotations"] = [box for box in one["annotations"] if box["image_id"] == 9]
+    (sets / "b" / "b.json").write_text(json.dumps(one))  # all of its images are in "a"
+    split = assemble(parse("--data a --data b/b.json")).data.split
+    assert (split["num_held_out"], len(split["train"]), len(split["val"])) == (0, 6, 2)
     notes = [note for account in data.accounts.values() for note in account.notes]
     assert sum("in several data sets" in note for note in notes) == 2
+
+
+def test_inspection_speaks_of_all_sets(sets, capsys):
+    shutil.copy(sets / "a" / "valid" / "000007.jpg", sets / "b" / "000010.jpg")
+    words = ["--data", "a", "--data", "b/b.json", "--output", "inspection", "--num-samples", "0"]
+    assert load_tool("inspect_dataset").main(words) == 0  # the copy is no training image
+    logging.disable(logging.NOTSET)  # the tool hides warnings
+    text = capsys.readouterr().out
+    assert "Used: 20 images" in text
+    assert "train: of 18 images, annotated for shape 1 6, " in text
+    assert f"Training holds out 20% of '{sets}/b/b.json'." in text
 
 
 def test_synonyms_and_validation_data_of_some_classes(sets):

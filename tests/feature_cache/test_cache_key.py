@@ -111,6 +111,7 @@ def _move(parts):
 NEUTRAL = {
     "another folder": _move,
     "numbers of records": lambda p: p.update(records=number_records(p["records"])),
+    "the annotated classes": lambda p: p["records"][0].update(annotated_classes=[5]),
     "an image id": lambda p: p["records"][0].update(image_id=7),
     "arrays": lambda p: p["records"][0]["annotations"][0].update(bbox=np.array([1.0, 2, 3, 4])),
     "memory format": _set_weight(torch.eye(2).t()),

@@ -30,6 +30,7 @@ from qbheat_det.feature_cache.filling import fill as build
 from qbheat_det.feature_cache.filling import find_known_views
 from qbheat_det.feature_cache.frozen import CachedViews
 from qbheat_det.feature_cache.store import FORMAT_VERSION, AllViews, FeatureStore, View
+from qbheat_det.modeling.contracts import ANNOTATED_CLASSES
 
 NUM_VIEWS = 70  # two files of 32 views and a short one
 
@@ -319,6 +320,10 @@ def test_a_stream_from_the_cache_is_that_of_the_views(tmp_path, count, workers):
         torch.testing.assert_close(own.gt_classes, other.gt_classes, rtol=0, atol=0)
     assert online.skipped == cached.skipped
     assert online.skipped  # of image 12
+    numbered = {**RECORDS[0], VIEW_ROW: 0}  # the record tells which classes are annotated
+    for annotated in ([0], [1, 2]):
+        entry = CachedViews(store, count)({**numbered, ANNOTATED_CLASSES: annotated})
+        assert entry[ANNOTATED_CLASSES] == annotated
 
 
 def test_views_of_a_similar_store_are_copied_and_only_the_others_encoded(tmp_path):

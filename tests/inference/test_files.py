@@ -281,6 +281,15 @@ def test_a_folder_becomes_images_and_results_that_pycocotools_reads_fast_or_not(
         assert one["bbox"] == pytest.approx(other["bbox"], abs=0.05)
 
 
+def test_without_boxes_the_output_says_what_the_detector_knows(photos, tmp_path, capsys):
+    words = f"--weights retinanet/285M_bccd --images {photos / 'a.png'} --threshold 1"
+    code, results = _predict(words, tmp_path / "boxes.json")
+    assert (code, results) == (0, [])
+    said = capsys.readouterr().out
+    for hint in ("--threshold 1", "RBC, WBC, Platelets", "qbheat train"):
+        assert hint in said
+
+
 def test_each_image_gets_its_five_likeliest_classes_and_the_rest_is_named(
     classifier, tmp_path, capsys
 ):

@@ -82,6 +82,8 @@ def test_clean_data_end_in_zero_with_numbers_counted_by_hand(inspect, data, tmp_
     code, text = inspect()
     assert code == 0
     assert "No errors." in text
+    assert "advice: every image of 'train' has objects" in text
+    assert "image of 'val'" not in text
     rows = {line[:24].strip(): line.split() for line in text.splitlines()}
     contents = [json.loads((f / "annotations.json").read_text()) for f in data.values()]
     assert rows["images"][1:] == ["8", "8"]
@@ -223,6 +225,16 @@ def test_every_error_is_found_at_once(inspect, data, tmp_path):
         assert f"  {kind}: 1" in text
         assert [line for line in lines if part in line], part
     assert (tmp_path / "out" / "samples.jpg").is_file()
+
+
+def test_a_training_image_without_objects_needs_no_advice(inspect, data):
+    def empty_one(content):
+        image_id = content["images"][0]["id"]
+        kept = [a for a in content["annotations"] if a["image_id"] != image_id]
+        content["annotations"] = kept
+
+    change(data["train"], empty_one)
+    assert "advice" not in inspect("DATALOADER.FILTER_EMPTY_ANNOTATIONS", "False")[1]
 
 
 def test_what_training_can_handle_is_a_warning(inspect, data):

@@ -21,6 +21,7 @@ from .account import Account, LeftOut
 from .annotated import find_annotated, set_annotated
 from .annotations import Annotations
 from .fingerprints import fingerprint_images
+from .labelled_image import MARGIN
 from .text_files import UnreadableFileError, read_text
 
 Entry = dict[str, Any]
@@ -201,7 +202,6 @@ def _merge(first: _Image, second: _Image) -> Dropped:
                 kept.append((box, account))
             else:
                 unused.append((box, account, image))
-    known_boxes = {(box["category_id"], tuple(box["bbox"])) for box, _ in kept}
     dropped = []
     for box, account, image in unused:
         other = second if image is first else first
@@ -210,12 +210,20 @@ def _merge(first: _Image, second: _Image) -> Dropped:
             where=f"'{image.path}' of '{image.origin}', box {box['bbox']}",
             reason=f"the labels of this class and image are those of '{other.origin}'",
             item="box",
-            is_fault=(box["category_id"], tuple(box["bbox"])) not in known_boxes,
+            is_fault=not any(_is_same_box(box, other_box) for other_box, _ in kept),
         )
         dropped.append((account, left_out))
     first.boxes = kept
     first.annotated |= second.annotated
     return dropped
+
+
+def _is_same_box(first: Entry, second: Entry) -> bool:
+    """Returns whether two boxes of a class are equal up to rounding."""
+    if first["category_id"] != second["category_id"]:
+        return False
+    pairs = zip(first["bbox"], second["bbox"], strict=True)
+    return all(abs(value - other) <= MARGIN for value, other in pairs)
 
 
 def _build(

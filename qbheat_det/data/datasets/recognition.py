@@ -134,6 +134,9 @@ def recognize(tree: FileTree, wanted: str = "") -> Recognized:
         if tree.label_file:
             raise UserError(_refuse_file(tree, tree.label_file))
         return _recognize_classes(tree)
+    named = [one for one in candidates if tree.label_file in one.labels.manifests]
+    if named:  # the user has named the data.yaml, and not the folder
+        candidates = named
     notes: list[str] = []
     if len(candidates) == 1:
         (chosen,) = candidates

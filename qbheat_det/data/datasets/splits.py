@@ -68,6 +68,7 @@ def split_source(
     fraction: float,
     seed: int,
     seen: SeenImages = SeenImages(),
+    has_val: bool = False,
 ) -> dict[str, Any]:
     """Divides the images of a source into training and validation images.
 
@@ -79,6 +80,7 @@ def split_source(
         fraction: share of the images to use for validation, in (0, 1).
         seed: seed of the random choice.
         seen: images that the initial weights were trained on or evaluated with.
+        has_val: whether there are other validation images, so that no image must be held out.
 
     Returns:
         The content of ``split.json``: "seed", "fraction", and the lists "train" and "val" of the
@@ -104,7 +106,7 @@ def split_source(
     parts: dict[str, list[str]] = {"train": [], "val": []}
     for index, name in enumerate(names):
         parts[part_of_image[index]].append(name)
-    if not parts["train"] or not parts["val"]:
+    if not parts["train"] or not (parts["val"] or has_val):
         images = f"{len(names)} images"
         if len(new) < len(names):
             images += f", of which the weights know {len(names) - len(new):,},"
