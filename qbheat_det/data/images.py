@@ -11,6 +11,7 @@ they are wrong, or if the file has another format, the file is decoded as in tra
 import errno
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -126,13 +127,26 @@ class ImageFile:
         return pixels[top:bottom, left:right]
 
 
+def open_regular(path: str) -> BinaryIO:
+    """Opens a file with Detectron2's path manager, so its path may be an address.
+
+    Raises an ``OSError`` for a pipe or a device, such as ``/dev/stdin``, which may never end.
+    """
+    mode = 0  # of an address, and of a file that is not there
+    with suppress(OSError, ValueError):
+        mode = os.stat(path).st_mode
+    if mode and not stat.S_ISREG(mode):
+        raise OSError(f"'{path}' is not a regular file")
+    return PathManager.open(path, "rb")
+
+
 @contextmanager
 def open_image(path: str) -> Iterator[ImageFile]:
     """Context that opens an image file, in one of ``IMAGE_FORMATS``, and reads its header.
 
     Raises an ``UnidentifiedImageError`` for other files. Broken files raise exceptions of any type.
     """
-    with PathManager.open(path, "rb") as file, _open_stream(file) as image:
+    with open_regular(path) as file, _open_stream(file) as image:
         yield ImageFile(file, image)
 
 
@@ -143,7 +157,7 @@ def open_in_format(path: str) -> Iterator[Image.Image]:
     Other formats may run programs, such as Ghostscript for EPS. Raises an
     ``UnidentifiedImageError`` for them.
     """
-    with PathManager.open(path, "rb") as file, _open_stream(file) as image:
+    with open_regular(path) as file, _open_stream(file) as image:
         yield image
 
 
@@ -306,7 +320,7 @@ def _find_image_error(record: dict[str, Any]) -> DataError | None:
     if "image_id" in record:
         where += f" (image id {record['image_id']})"
     try:
-        with PathManager.open(path, "rb") as file:
+        with open_regular(path) as file:
             if _is_whole_jpeg(file, record):
                 return None
         return _find_decoding_error(path, record, where)

@@ -20,14 +20,13 @@ import numpy.typing as npt
 import PIL.Image
 import torch
 from detectron2.data.detection_utils import convert_PIL_to_numpy
-from detectron2.utils.file_io import PathManager
 from torch import Tensor
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.object_stores import fetch
 from qbheat_det.core.text import one_line
 from qbheat_det.data import IMAGE_FORMATS, IMAGE_SUFFIXES
-from qbheat_det.data.images import turn_upright
+from qbheat_det.data.images import open_regular, turn_upright
 
 logger = logging.getLogger(__name__)
 
@@ -216,9 +215,9 @@ def read_rgb(picture: Picture) -> Image:
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Opens a file with Detectron2's path manager, or raises an ``UnreadableImage``."""
+    """Opens the file at a path or an address, or raises an ``UnreadableImage``."""
     try:
-        return PathManager.open(str(path), "rb")
+        return open_regular(str(path))
     except (OSError, ValueError) as error:  # invalid file names raise a ValueError
         raise UnreadableImage(path, one_line(error)) from error
 

@@ -2,6 +2,7 @@
 """Parts of image files, the right ones, of every format."""
 
 import ast
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,12 @@ import torch
 from detectron2.data.detection_utils import read_image
 from PIL import Image, UnidentifiedImageError
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import get_cache_dir
 from qbheat_det.data import find_image_errors
 from qbheat_det.data.images import check_depth, open_image, resize
 from qbheat_det.data.images import read_image as read_our_image
+from qbheat_det.inference.images import read_rgb
 from tests.data.pictures import draw, make_jpeg_of_scans, save
 
 WIDTH, HEIGHT = 90, 60
@@ -145,3 +148,12 @@ def test_scans_are_counted_up_to_the_end_of_the_picture(tmp_path):
     records = [{"file_name": str(path)} for path in (many, few, motion)]
     (error,) = find_image_errors(records)
     assert "many.jpg" in error.where
+
+
+def test_a_pipe_is_no_image(tmp_path):
+    path = tmp_path / "pipe.jpg"
+    os.mkfifo(path)  # opening it would wait until another process writes to it
+    (error,) = find_image_errors([{"file_name": str(path)}])
+    assert "not a regular file" in error.reason
+    with pytest.raises(UserError, match="not a regular file"):
+        read_rgb(path)

@@ -291,7 +291,7 @@ def test_batches_arrive_without_shared_memory(caplog):
 
 
 def test_shared_memory_that_is_too_full_for_locks_is_named(monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", fail)
@@ -322,7 +322,7 @@ def test_batches_arrive_with_a_small_shared_memory(megabytes):
     command = ["unshare", "-m", "sh", "-c", f"{mount} && exec {shlex.join(words)}"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr
-    assert ("/dev/shm is full" in run.stderr) == (megabytes == 8)
+    assert "/dev/shm is full" in run.stderr
 
 
 def _end_worker(entry):
