@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, ForkServerContext
-from multiprocessing.context import ForkContext, ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -77,7 +76,6 @@ class DecodingProcesses:
                 forked from a program with threads may wait for a lock that no thread releases.
         """
         self.count = count
-        self._context: ForkContext | ForkServerContext
         if fork:
             self._context: ForkContext | ForkServerContext = multiprocessing.get_context("fork")
         else:
