@@ -132,7 +132,7 @@ def draw_detections(
     content = keep_images(datasets[0].content, common_ids)
     dataset = dataclasses.replace(datasets[0], content=content)
 
-    images = {}
+    images: dict[str, Image] = {}
     if len(evaluated) == 1:
         images |= draw_best(dataset, evaluated[0])
     caption = f"AP on {len(content['images']):,} images."
@@ -161,8 +161,8 @@ def draw_detections(
     )
     if len(evaluated) > 1:
         return figure
-    run = next(run for run in runs if run.label == evaluated[0].label)
-    headline, command = summarize(evaluated[0], run)
+    single = next(run for run in runs if run.label == evaluated[0].label)
+    headline, command = summarize(evaluated[0], single)
     caution = warn_of_other_pictures(dataset)
     return dataclasses.replace(figure, headline=headline, command=command, caution=caution)
 

@@ -238,7 +238,8 @@ class _Planner:
         if stage.cfg.MODEL.CACHE_FEATURES.ENABLED:
             count, pace = self._choose_views(stage, pace, left)
             if count != stage.cfg.INPUT.FIXED_VIEWS.COUNT:
-                shown = f" and {count} cached views of each image"
+                plural = "" if count == 1 else "s"
+                shown = f" and {count} cached view{plural} of each image"
             stage = stage.with_values({"INPUT.FIXED_VIEWS.COUNT": count})
         else:
             size, pace = self._choose_size(stage, pace, left)

@@ -109,14 +109,14 @@ class EndInTime(HookBase):
             step += evaluation / self._eval_period
         num_done = run.iter + 1
         num_left = int(max(0.0, left - evaluation) / step)
-        end = max(num_done + num_left, num_done, self._min_iter)
+        end = max(num_done + num_left, self._min_iter)
         end = min(end, self._max_iter)
         if abs(end - run.max_iter) <= _TOLERANCE * (run.max_iter - num_done):
             return
         if comm.is_main_process() and abs(end - run.max_iter) > _LOGGED_CHANGE * run.max_iter:
-            logger.info(
-                f"--minutes: {end:,} iterations instead of {run.max_iter:,}, as "
-                f"{format_duration(max(0.0, left))} are left and 100 iterations take "
-                f"{format_duration(100 * step)} now"
-            )
+            text = f"--minutes: {end:,} iterations instead of {run.max_iter:,}"
+            if num_done + num_left < end:
+                more = format_duration(step * (end - num_done) + evaluation)
+                text += f", the fewest, although they take {more} and there is no time"
+            logger.info(f"{text}; 100 iterations take {format_duration(100 * step)} now")
         run.move_end(end)
