@@ -76,7 +76,6 @@ class DecodingProcesses:
                 forked from a program with threads may wait for a lock that no thread releases.
         """
         self.count = count
-        self._context: ForkContext | ForkServerContext
         if fork:
             self._context: ForkContext | ForkServerContext = multiprocessing.get_context("fork")
         else:
