@@ -37,10 +37,12 @@ _SURROUNDINGS = 1.6  # sides of the grid that shows how a box fits, relative to 
 _FINE_GRID = 5  # cells per side of this grid
 _COARSE_GRID = 3  # the same for maps with many channels
 _MANY_CHANNELS = 256
-_COARSE_STRIDE = (
-    32  # at this stride, a grid cell has many boxes, so the maps do not show how it fits
-)
-_NUM_COMPONENTS = 512  # principal components of the grid
+# At this stride, a cell has many boxes, so the maps do not show how a box fits.
+_COARSE_STRIDE = 32
+_NUM_COMPONENTS = 512  # most principal components of the grid
+# The classifier standardizes the components. With as many components as boxes, it therefore learns
+# the noise of the last ones, and its judgements are random.
+_BOXES_PER_COMPONENT = 10
 _CLASS_PENALTY = 0.1  # L2 penalties of the classifiers, chosen on aquarium and bccd
 _FIT_PENALTY = 0.03
 _TOLERANCE = 1e-3  # of the gradient of the classifiers
@@ -329,9 +331,10 @@ def measure_sides(boxes: Tensor) -> Tensor:
 
 
 def reduce_dimensions(features: Sequence[Sequence[Tensor]], seed: int) -> list[list[Tensor]]:
-    """Standardizes features (n, D) of groups, and projects them to 512 principal components.
+    """Standardizes features (n, D) of groups, and projects them to their principal components.
 
-    Statistics and components are those of the first two groups.
+    Statistics and components are those of the first two groups. There are 512 components, or fewer
+    if these groups have fewer than 5,120 boxes.
     """
     known = torch.cat([*features[0], *features[1]]).float()
     mean = known.mean(dim=0)
@@ -339,6 +342,7 @@ def reduce_dimensions(features: Sequence[Sequence[Tensor]], seed: int) -> list[l
     standardized = (known - mean) * scale
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # of the randomized decomposition
-        rank = min(_NUM_COMPONENTS, *standardized.shape)
+        enough = max(1, len(standardized) // _BOXES_PER_COMPONENT)
+        rank = min(_NUM_COMPONENTS, enough, standardized.shape[1])
         components = torch.pca_lowrank(standardized, q=rank, center=False, niter=1)[2]
     return [[(own.float() - mean) * scale @ components for own in group] for group in features]

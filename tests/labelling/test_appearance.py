@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Features of boxes, and classifiers that judge only boxes of other images."""
+"""Boxes judged by features: their classes, their fit, and only by other images."""
 
 import numpy as np
 import torch
@@ -10,12 +10,59 @@ from qbheat_det.labelling.appearance import (
     describe_fit,
     describe_look,
     encode_files,
+    judge_boxes,
     judge_by_others,
     pool,
     shift_boxes,
 )
 from qbheat_det.labelling.labels import ImageBoxes
 from tests.data.pictures import draw, save
+
+CLASSES = (3, 5)
+
+
+def make_images(num_images=25):
+    """Returns maps (4, 16, 16) of stride 8 with an object of each class, and the objects' boxes.
+
+    A class has a channel of its own, which is 1 inside its object.
+    """
+    generator = np.random.default_rng(0)
+    images = []
+    annotated = []
+    for _ in range(num_images):
+        values = torch.from_numpy(generator.normal(0, 0.1, (4, 16, 16))).float()
+        places = []
+        for channel in (0, 1):
+            x = 8 * channel + int(generator.integers(1, 4))
+            y = int(generator.integers(1, 12))
+            values[channel, y : y + 4, x : x + 4] += 1
+            places.append([8.0 * x, 8.0 * y, 8.0 * x + 32, 8.0 * y + 32])
+        images.append(ImageMaps({8: values.half()}, 1.0))
+        labels = torch.tensor(CLASSES)
+        annotated.append(ImageBoxes(torch.tensor(places).double(), labels, torch.ones(2)))
+    return images, annotated
+
+
+def test_wrong_classes_and_shifted_boxes_stand_out():
+    images, annotated = make_images()
+    wrong = annotated[4]._replace(classes=torch.tensor([5, 5]))
+    moved = annotated[7].boxes.clone()
+    moved[1] += 24
+    labels = [*annotated]
+    labels[4] = wrong
+    labels[7] = annotated[7]._replace(boxes=moved)
+    judged = judge_boxes(images, labels, annotated, CLASSES, seed=0)
+    found = torch.stack([own.log_probabilities for own in judged.annotated]).argmax(dim=2)
+    assert (found[:, 0] == 0).all()
+    assert (found[[*range(7), *range(8, 25)], 1] == 1).all()
+    misfits = torch.stack([own.misfit for own in judged.annotated])
+    assert misfits.flatten().argmax() == 2 * 7 + 1
+    copies = torch.stack([own.misfit for own in judged.shifted])
+    assert copies.median() > misfits.median() + 1
+    # Predicted boxes are judged like annotated ones of the same place.
+    torch.testing.assert_close(judged.predicted[0].misfit, judged.annotated[0].misfit)
+    again = judge_boxes(images, labels, annotated, CLASSES, seed=0)
+    torch.testing.assert_close(again.annotated[3].misfit, judged.annotated[3].misfit)
 
 
 def test_no_image_is_judged_by_its_own_boxes():

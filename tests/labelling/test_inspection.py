@@ -252,7 +252,7 @@ def test_the_command_twice_into_one_folder_keeps_the_corrections(data, tmp_path,
     assert f"1 of {len(found):,} " in page
     assert (folder / "corrections.json").read_bytes() == before
     summary = apply_corrections(folder / "corrections.json", str(data), tmp_path / "new.json")
-    assert "Train on the corrected labels" in summary
+    assert summary.startswith("1 box added, 1 moved, 1 given another class, 0 removed.")
 
 
 @pytest.mark.parametrize("words", [["--labels", "--most", "0"], ["--most", "3"]])
