@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Serve a web page that detects objects, draws figures of encoders, and selects images to label.
+"""Serve a web page that detects objects, draws figures of encoders, and helps to label images.
 
 examples:
   # offer the models of the model zoo at http://127.0.0.1:7860
@@ -11,6 +11,9 @@ examples:
 
   # accept or skip each image that qbheat select selects from your folder
   qbheat app --images photos/
+
+  # accept or skip each correction that qbheat inspect --labels proposes
+  qbheat app --suspects suspects/
 
   # serve the page to a trusted network; there is no authentication
   qbheat app --host 0.0.0.0 --port 8080
@@ -39,6 +42,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="folders of images to select from; everyone who opens the page can see these images",
     )
     parser.add_argument("--data", metavar="SRC", help="labelled images, which are not selected")
+    parser.add_argument(
+        "--suspects",
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="output folders of qbheat inspect --labels; everyone who opens the page sees crops of "
+        "the images",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, help="port (default: the first free one from 7860)")
     parser.add_argument("--device", help="cpu or cuda (default: cuda if a GPU is available)")
@@ -47,7 +58,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    check_inputs(*args.images, args.data, weights=args.weights)
+    check_inputs(*args.images, *args.suspects, args.data, weights=args.weights)
     hide_foreign_warnings()
     from qbheat_det.app import serve
     from qbheat_det.core.errors import exit_on_user_error
@@ -59,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         device=args.device,
         images=args.images,
         data=args.data,
+        suspects=args.suspects,
     )
 
 

@@ -40,7 +40,7 @@ from pathlib import Path
 
 from arguments import WEIGHTS, add_data_flags, check_inputs, make_parser
 
-_POOR_AP50 = 10.0  # percent; detectors below this find no errors
+_POOR_AP50 = 10.0  # percent; detectors below this find no missing boxes
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -146,7 +146,7 @@ def find_suspects(args: argparse.Namespace) -> int:
         f"most probable first: {page}"
     )
     if max(ap50) < _POOR_AP50:
-        print("Such poor detectors find no errors: label more images first")
+        print("Such poor detectors find no missing boxes: label more images first")
     return 0
 
 

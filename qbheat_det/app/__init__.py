@@ -2,7 +2,8 @@
 """The web page of ``qbheat app``, which needs Gradio (the extra ``app``).
 
 Users choose among the models in the model zoo and on the command line. They can select images to
-label from the folders on the command line, but cannot open other paths on the server.
+label, and check labels, from the folders on the command line. They cannot open other paths on the
+server.
 """
 
 import os
@@ -29,6 +30,7 @@ def serve(
     device: str | None = None,
     images: Sequence[str] = (),
     data: str | None = None,
+    suspects: Sequence[str] = (),
 ) -> None:
     """Serves the page until the process is interrupted, and then removes temporary files.
 
@@ -40,6 +42,7 @@ def serve(
         images: folders from which users can select images to label.
         data: path of a data set in any format of ``--data``. Its images have labels and are never
             selected.
+        suspects: output folders of ``qbheat inspect --labels`` whose labels users can check.
 
     Raises:
         UserError: Gradio is not installed, a model does not exist, or the port is in use.
@@ -64,4 +67,5 @@ def serve(
             raise UserError(
                 f"the page needs Gradio ({error}): pip install 'gradio>=6.31,<7'"
             ) from error
-        launch(models, Pools(images, data, device), Path(folder), host=host, port=port)
+        pools = Pools(images, data, device)
+        launch(models, pools, suspects, Path(folder), host=host, port=port)

@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from qbheat_det.api import Detections
 from qbheat_det.core.errors import UserError
 
 from .connections import LimitedBodies, listen, run_server
+from .label_review import LabelReview
 from .review import Pools, Review
 from .uploads import (
     IMAGE_SUFFIXES,
@@ -45,13 +46,15 @@ _CSS = (
     "input[type=range]::-webkit-slider-thumb {border: 2px solid var(--slider-color) !important}"
 )
 _NO_DETECTOR = "none (first round)"
-# Keys click the buttons of the review while they are visible, unless a field has the focus.
+# Keys click the buttons of the review that is visible, unless a field has the focus.
 _KEYS = """() => document.addEventListener("keydown", (event) => {
   const name = {a: "accept", s: "skip", b: "back"}[event.key];
-  const button = name && document.getElementById(name);
-  if (!button || event.ctrlKey || event.metaKey || event.altKey || event.repeat) return;
+  if (!name || event.ctrlKey || event.metaKey || event.altKey || event.repeat) return;
   if (event.target.closest("input, textarea, [contenteditable]")) return;
-  if (button.offsetParent && !button.disabled) button.click();
+  for (const id of [name, `${name}-label`]) {
+    const button = document.getElementById(id);
+    if (button && button.offsetParent && !button.disabled) button.click();
+  }
 })"""
 # Without this policy, Gradio's page would load fonts and scripts from other hosts.
 _POLICY = (
@@ -77,11 +80,19 @@ class _Headers:
         await self._app(scope, receive, send_with_policy)
 
 
-def launch(models: Models, pools: Pools, folder: Path, *, host: str, port: int | None) -> None:
-    """Serves the page until the process is interrupted. ``folder`` is for temporary files."""
+def launch(
+    models: Models,
+    pools: Pools,
+    suspects: Sequence[str],
+    folder: Path,
+    *,
+    host: str,
+    port: int | None,
+) -> None:
+    """Serves the page until the process is interrupted. Arguments as in ``build_page``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of Gradio's dependencies
-        page = build_page(models, pools, folder)
+        page = build_page(models, pools, suspects, folder)
         app = gr.mount_gradio_app(
             FastAPI(openapi_url=None),
             page,
@@ -123,9 +134,10 @@ def _clean(folder: Path) -> None:
         remove_old_files(folder, _LIFETIME)
 
 
-def build_page(models: Models, pools: Pools, folder: Path) -> gr.Blocks:
+def build_page(models: Models, pools: Pools, suspects: Sequence[str], folder: Path) -> gr.Blocks:
     """Returns the page. It runs one job after the other, and queues up to sixteen jobs.
 
+    ``suspects`` are output folders of ``qbheat inspect --labels`` whose labels users can check.
     ``folder`` is for temporary files.
     """
     with gr.Blocks(title=_TITLE, analytics_enabled=False) as page:
@@ -137,6 +149,9 @@ def build_page(models: Models, pools: Pools, folder: Path) -> gr.Blocks:
         if pools.folders:
             with gr.Tab("Select images to label"):
                 build_review(models, pools, folder)
+        if suspects:
+            with gr.Tab("Check labels"):
+                build_label_review(suspects, folder)
     page.queue(max_size=16, default_concurrency_limit=1)
     return page
 
@@ -296,6 +311,51 @@ def build_review(models: Models, pools: Pools, folder: Path) -> None:
         def proceed(review: Review | None, step: Callable[[Review], Review] = step) -> Any:
             if not review:
                 raise UserError("select images first")
+            return show(step(review))
+
+        button.click(with_messages(proceed), state, outputs, api_visibility="private")
+    finish.click(with_messages(write), state, download, api_visibility="private")
+
+
+def build_label_review(suspects: Sequence[str], folder: Path) -> None:
+    """Adds the widgets that show suspicious labels, and accept or skip each correction."""
+    state = gr.State(None, time_to_live=_LIFETIME)
+    with gr.Row():
+        with gr.Column(scale=1, min_width=300):
+            source = gr.Dropdown([*suspects], label="Folder of qbheat inspect --labels")
+            start = gr.Button("Open", variant="primary")
+            finish = gr.Button("Write the accepted corrections")
+            download = gr.DownloadButton("Download corrections.json", interactive=False)
+            gr.Markdown("Then run `qbheat inspect --apply corrections.json`. Your data stay as is.")
+        with gr.Column(scale=2, min_width=300):
+            status = gr.Markdown(elem_id="label-review")
+            picture = gr.Image(show_label=False, height=_HEIGHT, buttons=[], interactive=False)
+            with gr.Row():
+                accept = gr.Button("Accept (A)", elem_id="accept-label", variant="primary")
+                skip = gr.Button("Skip (S)", elem_id="skip-label")
+                back = gr.Button("Back (B)", elem_id="back-label")
+
+    def open_folder(name: str) -> tuple[Any, ...]:
+        return show(LabelReview.open(name, suspects))
+
+    def show(review: LabelReview) -> tuple[Any, ...]:
+        return review, review.describe(), review.draw(), gr.DownloadButton(interactive=False)
+
+    def write(review: LabelReview | None) -> Any:
+        if not review:
+            raise UserError("open a folder first")
+        return gr.DownloadButton(value=review.write(folder), interactive=True)
+
+    outputs = [state, status, picture, download]  # ``show`` returns their new values
+    start.click(with_messages(open_folder), source, outputs, api_visibility="private")
+    steps = ((accept, LabelReview.accept), (skip, LabelReview.skip), (back, LabelReview.back))
+    for button, step in steps:
+        # The default binds the step of this button. A closure would use that of the last button.
+        def proceed(
+            review: LabelReview | None, step: Callable[[LabelReview], LabelReview] = step
+        ) -> Any:
+            if not review:
+                raise UserError("open a folder first")
             return show(step(review))
 
         button.click(with_messages(proceed), state, outputs, api_visibility="private")

@@ -132,7 +132,11 @@ def judge_boxes(
     """
     generator = np.random.default_rng(seed)
     copies = [shift_boxes(boxes, generator) for boxes in annotated]
-    part = torch.from_numpy(generator.permutation(len(images)) % _NUM_PARTS)  # of each image
+    is_empty = [not len(boxes.boxes) for boxes in annotated]
+    # Images with boxes come first, so few of them are not all in one part.
+    order = np.lexsort((generator.permutation(len(images)), is_empty))
+    part = torch.empty(len(images), dtype=torch.long)
+    part[torch.from_numpy(order)] = torch.arange(len(images)) % _NUM_PARTS
     index_of = {category: index for index, category in enumerate(category_ids)}
     labels = [
         torch.tensor([index_of[int(label)] for label in boxes.classes], dtype=torch.long)
@@ -249,7 +253,7 @@ def judge_by_others(
     stacked = [torch.cat(list(group)) for group in features]
     logits: list[Tensor | None] = [None] * len(features)
     for number in range(_NUM_PARTS):
-        if not (parts[0] == number).any() and not any((own == number).any() for own in parts):
+        if not any((own == number).any() for own in parts):
             continue
         classifier = fit([own != number for own in parts])
         for index, (own, inputs) in enumerate(zip(parts, stacked, strict=True)):

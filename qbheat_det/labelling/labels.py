@@ -73,9 +73,9 @@ class LabelSuspect:
     def text(self) -> str:
         """The error in words, for the page of suspects."""
         if self.kind == "missing":
-            return f"a {self.category} without a box"
+            return f"{self.category} without a box"
         if self.kind == "location":
-            return f"the box of a {self.category} in a wrong place"
+            return f"{self.category}: the box is in a wrong place"
         if self.kind == "extra":
             return f"labelled {self.annotated_category}, but none is seen here"
         if self.kind == "duplicate" and self.category == self.annotated_category:
@@ -94,6 +94,18 @@ class LabelSuspect:
         if self.kind in REMOVED_KINDS:
             return "Removes the box"
         return f"Changes the class to {self.category}"
+
+
+class SuspectFile(NamedTuple):
+    """The content of ``suspects.json`` or ``corrections.json``.
+
+    ``digest`` is that of the labels. ``image_root`` is the folder of the images; "" in a file of
+    corrections, which does not need them.
+    """
+
+    digest: str
+    image_root: str
+    suspects: list[LabelSuspect]
 
 
 @dataclass(frozen=True)
@@ -277,15 +289,22 @@ def read_corrections(path: str | Path, digest: str) -> list[LabelSuspect]:
 
     Raises a ``UserError`` if it is invalid, or if it was not made for labels with this ``digest``.
     """
+    content = read_suspects(path)
+    if content.digest != digest:
+        raise UserError(f"'{path}' belongs to other labels, or they have changed: inspect again")
+    return content.suspects
+
+
+def read_suspects(path: str | Path) -> SuspectFile:
+    """Reads ``suspects.json`` or ``corrections.json``. Raises a ``UserError`` if it is invalid."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-        file_digest = content["data"]
+        digest = str(content["data"])
+        image_root = str(content.get("image_root", ""))
         entries = list(content["suspects"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"'{path}' is not a file of corrections: {error}") from error
-    if file_digest != digest:
-        raise UserError(f"'{path}' belongs to other labels, or they have changed: inspect again")
-    return [
-        parse_record(LabelSuspect, entry, f"'{path}': suspects[{i}]")
-        for i, entry in enumerate(entries)
-    ]
+    suspects = []
+    for index, entry in enumerate(entries):
+        suspects.append(parse_record(LabelSuspect, entry, f"'{path}': suspects[{index}]"))
+    return SuspectFile(digest, image_root, suspects)

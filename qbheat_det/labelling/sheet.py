@@ -137,7 +137,11 @@ def write_suspects(
         num_found: total number of suspects, of which ``suspects`` are the most probable ones; by
             default, the number of ``suspects``. The page shows it.
     """
-    content = {"data": labels.digest, "suspects": [asdict(suspect) for suspect in suspects]}
+    content = {
+        "data": labels.digest,
+        "image_root": os.path.abspath(labels.file.image_root),
+        "suspects": [asdict(suspect) for suspect in suspects],
+    }
     rows = []
     for suspect in tqdm(suspects, desc="drawing", unit="label", disable=None, delay=1):
         path = os.path.join(labels.file.image_root, suspect.file_name)
@@ -147,7 +151,7 @@ def write_suspects(
                 "action": suspect.action,
                 "name": suspect.file_name,
                 "score": suspect.score,
-                "image": draw_suspect(path, suspect),
+                "image": encode_jpeg(draw_suspect(path, suspect)),
             }
         )
     if num_found is None:
@@ -160,10 +164,12 @@ def write_suspects(
     return folder / SUSPECT_FILES[1]
 
 
-def draw_suspect(path: str, suspect: LabelSuspect) -> str:
+def draw_suspect(
+    path: str, suspect: LabelSuspect, *, side: int = _THUMBNAIL_SIDE
+) -> PIL.Image.Image:
     """Crops the image ``path`` to a suspect, and draws the annotated and the corrected box.
 
-    The annotated box is blue, and a new box is orange. Returns the crop as a data URI.
+    The annotated box is blue, and a new box is orange. The longer side has ``side`` pixels.
     """
     drawn: ColoredBoxes = []
     if suspect.annotated_bbox:
@@ -182,7 +188,7 @@ def draw_suspect(path: str, suspect: LabelSuspect) -> str:
     drawn_on_crop: ColoredBoxes = []
     for (x, y, width, height), color in drawn:
         drawn_on_crop.append(((x - left, y - top, width, height), color))
-    return encode_jpeg(draw_boxes(crop, drawn_on_crop, enlarge=True))
+    return draw_boxes(crop, drawn_on_crop, side=side, enlarge=True)
 
 
 @functools.cache

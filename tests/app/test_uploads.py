@@ -5,6 +5,7 @@ import json
 import os
 import time
 import zipfile
+from pathlib import Path
 
 import PIL.Image
 import pytest
@@ -13,6 +14,7 @@ from detectron2.structures import Boxes, Instances
 
 from qbheat_det.api import Detections
 from qbheat_det.app import Models, uploads
+from qbheat_det.app.label_review import LabelReview
 from qbheat_det.app.review import Pools
 from qbheat_det.core.errors import UserError
 from qbheat_det.labelling import select
@@ -144,3 +146,47 @@ def test_a_review_has_the_images_of_select_and_writes_the_accepted_ones(tmp_path
     assert listed == [first.selection.files[0], first.selection.files[2]]
     with pytest.raises(UserError, match="--images /etc"):
         pools.select("/etc", 1, None)
+
+
+def test_a_review_of_labels_writes_the_accepted_corrections(tmp_path):
+    save(tmp_path / "a.png", draw(160, 120))
+    moved = {
+        "kind": "location",
+        "score": 0.8,
+        "image_id": 1,
+        "file_name": "a.png",
+        "annotation_id": 5,
+        "category_id": 3,
+        "category": "fish",
+        "bbox": [20, 20, 30, 30],
+        "annotated_category": "fish",
+        "annotated_bbox": [40, 20, 30, 30],
+    }
+    others = [{**moved, "annotation_id": 6}, {**moved, "annotation_id": 7}]
+    content = {"data": "digest", "image_root": str(tmp_path), "suspects": [moved, *others]}
+    suspects = tmp_path / "suspects.json"
+    suspects.write_text(json.dumps(content))
+    review = LabelReview.open(str(tmp_path), [str(tmp_path)])
+    drawn = review.draw()
+    assert drawn is not None
+    assert max(drawn.size) == 800
+    with pytest.raises(UserError, match="accept a correction"):
+        review.skip().write(tmp_path)
+    decided = review.skip().accept().accept()
+    assert decided.is_done
+    assert decided.draw() is None
+    with pytest.raises(UserError, match="accepted or skipped"):
+        decided.accept()
+    changed = decided.back().skip()
+    assert "1 accepted, 2 skipped" in changed.describe()
+    saved = json.loads(Path(changed.write(tmp_path)).read_text())
+    assert saved == {"data": "digest", "suspects": [others[0]]}
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(UserError, match=r"a\.png"):
+        review.draw()
+    with pytest.raises(UserError, match="--suspects /etc"):
+        LabelReview.open("/etc", [str(tmp_path)])
+    del content["image_root"]
+    suspects.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"suspects\.json"):
+        LabelReview.open(str(tmp_path), [str(tmp_path)])

@@ -65,6 +65,20 @@ def test_wrong_classes_and_shifted_boxes_stand_out():
     torch.testing.assert_close(again.annotated[3].misfit, judged.annotated[3].misfit)
 
 
+def test_two_images_with_boxes_judge_each_other():
+    images, annotated = make_images(10)
+    nothing = ImageBoxes(*(values[:0] for values in annotated[0]))
+    labels = [nothing] * 10
+    labels[2] = annotated[2]
+    labels[6] = annotated[6]
+    for seed in range(5):
+        judged = judge_boxes(images, labels, annotated, CLASSES, seed=seed)
+        for index in (2, 6):
+            found = judged.annotated[index].log_probabilities.argmax(dim=1)
+            assert found.tolist() == [0, 1]
+            assert judged.annotated[index].misfit.isfinite().all()
+
+
 def test_no_image_is_judged_by_its_own_boxes():
     sizes = [2, 0, 3, 1]
     features = [[torch.full((size, 1), float(index)) for index, size in enumerate(sizes)]]
