@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from benchmarks import exported_file
 from benchmarks.detectors import DETECTORS, random_images
@@ -126,12 +127,26 @@ def write_ours(recipe: str, side: int, values: tuple[object, ...], path: Path) -
     write_model(build_model(cfg).eval(), cfg, path, image_size=(side, side))
 
 
+class _Detections(nn.Module):
+    """A detector of transformers that returns a tuple of logits and boxes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes pixels (N, 3, H, W) in [0, 1]."""
+        found = self.model(pixel_values=pixels)
+        return found.logits, found.pred_boxes
+
+
 def write_d_fine_n(side: int, path: Path) -> None:
     """Writes D-FINE-N of transformers, from pixels to logits and boxes."""
     torch.manual_seed(0)
-    model = DETECTORS["d_fine_n"].load()()
+    model = _Detections(DETECTORS["d_fine_n"].load()()).eval()
     pixels = random_images(side, side) / 255
-    torch.onnx.export(model, (pixels,), path, opset_version=18, verbose=False, external_data=False)
+    # The newer exporter cannot convert its deformable attention.
+    torch.onnx.export(model, (pixels,), path, opset_version=18, dynamo=False)
 
 
 def write_yolo(model: str, side: int, path: Path) -> None:

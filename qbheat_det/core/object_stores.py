@@ -11,7 +11,6 @@ from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-import fsspec
 from detectron2.utils.file_io import PathManager
 from iopath.common.file_io import PathHandler
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
@@ -53,6 +52,8 @@ def open_store(address: str) -> tuple[Any, str]:
 
     Raises a ``UserError`` if the library of the store is not installed.
     """
+    import fsspec  # most predictions need none
+
     try:
         return fsspec.url_to_fs(address)
     except (ImportError, ValueError) as error:

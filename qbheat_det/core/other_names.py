@@ -18,7 +18,6 @@ ATTRIBUTES = {
         "from_pretrained": "load(weights)",
         "load_model": "load(weights)",
         "predict": "load(weights).predict(images)",
-        "export": "load(weights).export(output)",
     },
     "Detector": {
         "names": "class_names",

@@ -26,6 +26,10 @@ class SeparableHead(RetinaNetHead):
     As in ``RetinaNetHead``, the levels share weights, but each has its own BatchNorm statistics.
     """
 
+    cls_score: nn.Conv2d
+    bbox_pred: nn.Conv2d
+    bbox_subnet: Any  # a tower, or None if there is one for both tasks
+
     @configurable
     def __init__(self, *, kernel_size: int, shares_tower: bool, **kwargs: Any) -> None:
         """

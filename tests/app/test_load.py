@@ -27,7 +27,7 @@ HEADER = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n"
 def ask(port, body):
     """Returns the status and the seconds of a request on a new connection."""
     start = time.monotonic()
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     try:
         connection.request("POST", "/predict", body)
         status = connection.getresponse().status

@@ -191,7 +191,7 @@ def test_given_flags_stay_and_a_resumed_run_keeps_its_plan(flags):
     [
         ({"epochs": 3}, SETUP, "--epochs"),
         ({"minutes": 0.05}, SETUP, "--minutes 0.05"),
-        ({"minutes": 1}, 300, "5 min 10 s"),  # ten seconds for 4 epochs
+        ({"minutes": 1}, 700, "11 min 50 s"),  # ten seconds for 4 epochs
         ({"opts": ["SOLVER.EPOCHS", "0", "SOLVER.MAX_ITER", "5"]}, SETUP, "SOLVER.EPOCHS"),
     ],
 )  # fmt: skip

@@ -77,7 +77,7 @@ def test_two_stages_equal_two_commands_and_resume_exactly(
     first, second, data, tmp_path, monkeypatch
 ):
     reports = []  # without figures, which take most of the time
-    monkeypatch.setattr(training, "build_report", lambda *_, lead, **__: reports.append(lead))
+    monkeypatch.setattr(training, "build_report", lambda *_, lead, **__: reports.append(lead) or [])
     weights = tmp_path / "by_hand" / "model_final.safetensors"
     train(first, data, weights.parent, SHARED)
     both, output = {**SHARED, **OPTS}, tmp_path / "staged"
