@@ -71,7 +71,7 @@ def test_two_images_with_boxes_judge_each_other():
     labels = [nothing] * 10
     labels[2] = annotated[2]
     labels[6] = annotated[6]
-    for seed in range(5):
+    for seed in (0, 10, 16):  # with 10 and 16, a plain permutation puts both into one part
         judged = judge_boxes(images, labels, annotated, CLASSES, seed=seed)
         for index in (2, 6):
             found = judged.annotated[index].log_probabilities.argmax(dim=1)
