@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import PIL.Image
 import torch
+from detectron2.layers import ShapeSpec
 from torch import Tensor
 from torchvision.ops import roi_align
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
@@ -95,7 +96,8 @@ def encode_files(encoder: Encoder, paths: Sequence[str | Path]) -> list[ImageMap
     """
     assert encoder.model is not None
     strides = {}  # by name of the map
-    for name, shape in encoder.model.output_shape().items():
+    shapes: dict[str, ShapeSpec] = encoder.model.output_shape()  # type: ignore[operator]
+    for name, shape in shapes.items():
         if shape.stride in _STRIDES:
             strides[name] = shape.stride
     encoded: list[ImageMaps | None] = []
@@ -132,7 +134,7 @@ def judge_boxes(
     """
     generator = np.random.default_rng(seed)
     copies = [shift_boxes(boxes, generator) for boxes in annotated]
-    is_empty = [not len(boxes.boxes) for boxes in annotated]
+    is_empty = np.array([not len(boxes.boxes) for boxes in annotated])
     # Images with boxes come first, so few of them are not all in one part.
     order = np.lexsort((generator.permutation(len(images)), is_empty))
     part = torch.empty(len(images), dtype=torch.long)
@@ -145,10 +147,10 @@ def judge_boxes(
     groups = (annotated, copies, predicted)
     log_probabilities = classify(images, groups, labels, part, len(category_ids))
     misfits = measure_misfits(images, groups, part, seed)
-    judged = []
+    judged = []  # of each group
     for own_logs, own_misfits in zip(log_probabilities, misfits, strict=True):
         judged.append([Judgement(*pair) for pair in zip(own_logs, own_misfits, strict=True)])
-    return Judgements(*judged, copies)
+    return Judgements(judged[0], judged[1], judged[2], copies)
 
 
 def shift_boxes(boxes: ImageBoxes, generator: np.random.Generator) -> ImageBoxes:

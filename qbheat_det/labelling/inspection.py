@@ -270,4 +270,4 @@ def describe_suspect(
     )
     if suspect.kind == "location":
         return described
-    return replace(described, bbox=described.annotated_bbox)  # the same numbers as in the labels
+    return replace(described, bbox=tuple(entry["bbox"]))  # the same numbers as in the labels

@@ -347,7 +347,7 @@ def nearness(first: Tensor, second: Tensor) -> Tensor:
     """
     centers = [(boxes[:, :2] + boxes[:, 2:]) / 2 for boxes in (first, second)]
     areas = [(boxes[:, 2:] - boxes[:, :2]).prod(dim=1).clamp(min=1e-6) for boxes in (first, second)]
-    distance = torch.cdist(*centers) / (_REACH * areas[0].sqrt()[:, None])
+    distance = torch.cdist(centers[0], centers[1]) / (_REACH * areas[0].sqrt()[:, None])
     ratio = areas[0][:, None] / areas[1]
     return (-distance.square() / 2).exp() * torch.minimum(ratio, 1 / ratio)
 
