@@ -384,15 +384,18 @@ def _needs_joining(cfg: CfgNode, flags: RunFlags, sources: Sources) -> bool:
     """Returns whether images may have some of the model's classes annotated only.
 
     This is so for several data sets, for one with other names of classes, for ``--keep-classes``,
-    and for the evaluation of a model on data with some of its classes.
+    and for the evaluation of a model on data with some of its classes. Joining also brings the
+    classes into the model's order: after ``--keep-classes``, few data sets have this order.
     """
     if flags.keep_classes or flags.class_map or any(len(opened) > 1 for opened in sources.values()):
         return True
     if not flags.eval_only or "val" not in sources:
         return False
     (opened,) = sources["val"]
-    is_part = set(opened.class_names) < set(_find_classes_of_weights(cfg, flags))
-    return is_part and opened.source.lists_classes
+    of_weights = _find_classes_of_weights(cfg, flags)
+    is_part = set(opened.class_names) <= set(of_weights)
+    is_other = tuple(opened.class_names) != of_weights
+    return is_part and is_other and opened.source.lists_classes
 
 
 def _find_classes_of_weights(cfg: CfgNode, flags: RunFlags) -> tuple[str, ...]:

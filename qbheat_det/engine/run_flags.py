@@ -151,12 +151,15 @@ class RunFlags:
         return _list_paths(self.unlabelled)
 
     def read_class_map(self) -> dict[str, str]:
-        """Returns ``class_map`` as a dict. Raises a ``UserError`` if the file is invalid."""
-        if isinstance(self.class_map, Mapping):
-            return dict(self.class_map)
-        if not self.class_map:
-            return {}
-        return read_class_map(os.fspath(self.class_map))
+        """Returns ``class_map`` as a dict. Raises a ``UserError`` if it is invalid."""
+        if isinstance(self.class_map, str | os.PathLike):
+            return read_class_map(os.fspath(self.class_map)) if self.class_map else {}
+        if not isinstance(self.class_map, Mapping):
+            raise UserError(f"class_map must be a file or a dict, not {self.class_map!r}")
+        for name in (*self.class_map, *self.class_map.values()):
+            if not isinstance(name, str):
+                raise UserError(f"class_map maps class names, which are strings, not {name!r}")
+        return dict(self.class_map)
 
     @property
     def overrides(self) -> dict[str, str]:

@@ -93,7 +93,10 @@ class Detections(NamesAttributes):
             yield DetectedBox(tuple(xyxy), score, class_name, class_id)
 
     def __getitem__(self, index: int) -> DetectedBox:
-        return list(self)[index]
+        try:
+            return list(self)[index]
+        except IndexError:
+            raise IndexError(f"{self} has no box {index}") from None
 
     @property
     def image(self) -> Image:

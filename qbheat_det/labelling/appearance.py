@@ -13,12 +13,12 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import PIL.Image
 import torch
-from detectron2.layers import ShapeSpec
+from detectron2.modeling import Backbone
 from torch import Tensor
 from torchvision.ops import roi_align
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
@@ -94,10 +94,9 @@ def encode_files(encoder: Encoder, paths: Sequence[str | Path]) -> list[ImageMap
     All maps stay in memory: about 0.5 MB per image with EfficientNet-Lite0. An image that cannot be
     read has None, and is named in the log.
     """
-    assert encoder.model is not None
+    backbone = cast(Backbone, encoder.model)
     strides = {}  # by name of the map
-    shapes: dict[str, ShapeSpec] = encoder.model.output_shape()  # type: ignore[operator]
-    for name, shape in shapes.items():
+    for name, shape in backbone.output_shape().items():
         if shape.stride in _STRIDES:
             strides[name] = shape.stride
     encoded: list[ImageMaps | None] = []
@@ -134,9 +133,9 @@ def judge_boxes(
     """
     generator = np.random.default_rng(seed)
     copies = [shift_boxes(boxes, generator) for boxes in annotated]
-    is_empty = np.array([not len(boxes.boxes) for boxes in annotated])
+    is_empty = [not len(boxes.boxes) for boxes in annotated]
     # Images with boxes come first, so few of them are not all in one part.
-    order = np.lexsort((generator.permutation(len(images)), is_empty))
+    order = np.lexsort((generator.permutation(len(images)), np.array(is_empty)))
     part = torch.empty(len(images), dtype=torch.long)
     part[torch.from_numpy(order)] = torch.arange(len(images)) % _NUM_PARTS
     index_of = {category: index for index, category in enumerate(category_ids)}
@@ -147,10 +146,11 @@ def judge_boxes(
     groups = (annotated, copies, predicted)
     log_probabilities = classify(images, groups, labels, part, len(category_ids))
     misfits = measure_misfits(images, groups, part, seed)
-    judged = []  # of each group
+    judged = []
     for own_logs, own_misfits in zip(log_probabilities, misfits, strict=True):
         judged.append([Judgement(*pair) for pair in zip(own_logs, own_misfits, strict=True)])
-    return Judgements(judged[0], judged[1], judged[2], copies)
+    of_annotated, of_shifted, of_predicted = judged
+    return Judgements(of_annotated, of_shifted, of_predicted, copies)
 
 
 def shift_boxes(boxes: ImageBoxes, generator: np.random.Generator) -> ImageBoxes:

@@ -262,12 +262,13 @@ def describe_suspect(
     if suspect.annotation is None:  # a missing box
         return described
     entry = annotations[suspect.image][suspect.annotation]
+    annotated_bbox = tuple(entry["bbox"])
     described = replace(
         described,
         annotation_id=entry["id"],
         annotated_category=class_names[entry["category_id"]],
-        annotated_bbox=tuple(entry["bbox"]),
+        annotated_bbox=annotated_bbox,
     )
     if suspect.kind == "location":
         return described
-    return replace(described, bbox=tuple(entry["bbox"]))  # the same numbers as in the labels
+    return replace(described, bbox=annotated_bbox)  # the same numbers as in the labels

@@ -344,7 +344,7 @@ def test_a_result_is_a_sequence_of_boxes(detector, photos):
     assert [result[index] for index in range(len(result))] == list(result)
     assert result[0].score == max(box.score for box in result)
     assert isinstance(result[0], tuple)
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match=f"has no box {len(result)}"):
         result[len(result)]
     assert not hasattr(result, "nothing_known")
     without_boxes = dataclasses.replace(result, instances=Instances((9, 9)))

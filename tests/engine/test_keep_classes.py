@@ -214,6 +214,8 @@ def test_what_cannot_be_kept_is_refused(parts, run, tmp_path):
         (plain, ["new"], ["--weights", of_detectron2], "RetinaNet cannot keep"),
         ({}, ["old"], ["--weights", weights], "no new one"),
         ({"MODEL.KEEP_CLASSES.NUM": "1"}, ["new"], ["--weights", weights], "KEEP_CLASSES.NUM"),
+        ({"MODEL.KEEP_CLASSES.MIN_SCORE": "3.0"}, ["new"], ["--weights", weights], "MIN_SCORE"),
+        ({"MODEL.KEEP_CLASSES.WEIGHT": "-1.0"}, ["new"], ["--weights", weights], "CLASSES.WEIGHT"),
     ]
     for opts, names, flags, named in cases:
         args = parse(parts, names, tmp_path / "out", opts, *flags, "--keep-classes")

@@ -101,6 +101,17 @@ def test_sets_are_joined_and_those_without_a_validation_part_are_divided(sets):
     assert list_images("custom_val") == own_val
 
 
+def write_reversed(path, written):
+    """Writes a COCO file with all ``CLASSES`` in the reverse order."""
+    content = json.loads(path.read_text())
+    names = {entry["id"]: entry["name"] for entry in content["categories"]}
+    ids = {name: number for number, name in enumerate(reversed(CLASSES), start=1)}
+    content["categories"] = [{"id": number, "name": name} for name, number in ids.items()]
+    for box in content["annotations"]:
+        box["category_id"] = ids[names[box["category_id"]]]
+    written.write_text(json.dumps(content))
+
+
 def test_a_run_is_recorded_and_evaluated_on_all_sets_or_one(sets):
     words = ["--config-file", CONFIG, "--data", "a", "--data", "b/b.json", "--output", "run"]
     results = run_tool([*words, *words_of(QUICK)])["bbox"]
@@ -117,6 +128,11 @@ def test_a_run_is_recorded_and_evaluated_on_all_sets_or_one(sets):
     assert list_images("custom_val") == {one for one in split["val"] if "/b/" in one}
     assert MetadataCatalog.get("custom_val").thing_classes == CLASSES
     assert np.isnan(of_second["AP-shape 1"])
+    write_reversed(sets / "b" / "b.json", sets / "b" / "reversed.json")
+    of_reversed = run_tool([*weights, "--data", "b/reversed.json"])["bbox"]
+    assert MetadataCatalog.get("custom_val").thing_classes == CLASSES
+    assert np.isnan(of_reversed["AP-shape 1"])
+    assert not np.isnan(of_reversed["AP-shape 9"])
 
     # A second run from these weights has no image on the other side.
     assemble(parse("--data b/b.json --weights run --output second", SEED="7"))
@@ -188,6 +204,12 @@ BAD = [
     ("--data a --val b/b.json --val a", "'shape 7', 'shape 9', which is none of"),
     ("--class-map map.yaml", "--class-map"),
 ]
+
+
+@pytest.mark.parametrize("class_map", [["shape 9"], {"shape 9": 1}, {9: "shape 1"}])
+def test_a_class_map_without_names_is_refused(class_map):
+    with pytest.raises(UserError, match="class_map"):
+        RunFlags(class_map=class_map).read_class_map()
 
 
 @pytest.mark.parametrize(("words", "named"), BAD)
