@@ -23,6 +23,7 @@ import io
 import json
 import random
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -164,8 +165,11 @@ def run_cell(name: str, data: Path, seed: int, opts: Sequence[str]) -> Content:
     if file.is_file():
         return dict(json.loads(file.read_text()))
     command = list_words(name, data, seed, opts)
+    fill = folder.with_name(f"{name}_fill")
+    for unfinished in (folder, fill):
+        shutil.rmtree(unfinished, ignore_errors=True)
     # Fills the cache of features, which cells share, so that the time is that of training.
-    train([*command, "--output", f"{folder}_fill", "SOLVER.EPOCHS", "0.01", "SOLVER.MIN_ITER", "1"])
+    train([*command, "--output", str(fill), "SOLVER.EPOCHS", "0.01", "SOLVER.MIN_ITER", "1"])
     seconds = train([*command, "--output", str(folder)])
     result = {
         "ap50": judge(folder, data / "val.json", data / "images"),
