@@ -231,10 +231,11 @@ def join_roles(
     names_of_sets = [opened.class_names for opened in training_sets]
     class_names = join_class_names(names_of_sets, class_map)
     origin = " + ".join(opened.source.path for opened in training_sets)
-    _add_notes(members[0].account, note_spellings(class_names, origin))
     if kept:
         check_new_classes(kept, class_names)
         class_names = list(dict.fromkeys([*kept, *class_names]))
+        origin = f"{origin}, with the kept classes"
+    _add_notes(members[0].account, note_spellings(class_names, origin))
     if set(class_names) <= set(of_weights):
         class_names = list(of_weights)
     return {role: join_sources(opened, class_names, class_map) for role, opened in sources.items()}

@@ -198,6 +198,17 @@ def test_without_the_flag_the_log_names_it(parts, run, tmp_path):
         assert ("--keep-classes" in log) == is_named
 
 
+def test_a_class_in_another_spelling_than_a_kept_one_is_named(parts, run, tmp_path):
+    new = tmp_path / "new"
+    shutil.copytree(parts["new"], new)
+    text = (new / "annotations.json").read_text()
+    (new / "annotations.json").write_text(text.replace("shape 1", " Shape 1"))
+    stage = assemble(keep({"new": new}, run, tmp_path / "grown", {}))
+    assert stage.cfg.MODEL.CLASS_NAMES == ["shape 4", "shape 1", "shape 2", " Shape 1"]
+    notes = [note for account in stage.data.given[0].accounts.values() for note in account.notes]
+    assert any("different classes: 'shape 1', ' Shape 1'" in note for note in notes)
+
+
 def test_what_cannot_be_kept_is_refused(parts, run, tmp_path):
     weights = str(run / "model_final.safetensors")
     tensors, info = read_weights(weights)
