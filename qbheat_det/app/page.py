@@ -19,7 +19,7 @@ from qbheat_det.core.errors import UserError
 
 from .connections import LimitedBodies, listen, run_server
 from .label_review import LabelReview
-from .review import Pools, Review
+from .review import Pools, Review, describe_and_draw
 from .uploads import (
     IMAGE_SUFFIXES,
     LOWEST_SCORE,
@@ -318,7 +318,7 @@ def build_review(models: Models, pools: Pools, folder: Path) -> None:
         return show(pools.select(name, number, weights))
 
     def show(review: Review) -> tuple[Any, ...]:
-        return review, review.describe(), review.draw(), gr.DownloadButton(interactive=False)
+        return review, *describe_and_draw(review), gr.DownloadButton(interactive=False)
 
     def write(review: Review | None) -> Any:
         if not review:
@@ -360,7 +360,7 @@ def build_label_review(suspects: Sequence[str], folder: Path) -> None:
         return show(LabelReview.open(name, suspects))
 
     def show(review: LabelReview) -> tuple[Any, ...]:
-        return review, review.describe(), review.draw(), gr.DownloadButton(interactive=False)
+        return review, *describe_and_draw(review), gr.DownloadButton(interactive=False)
 
     def write(review: LabelReview | None) -> Any:
         if not review:

@@ -6,11 +6,32 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import PIL.Image
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.labelling import Selection, draw_image, select, write_selection
+
+
+class Drawable(Protocol):
+    """A review, whose current item has a text and a picture."""
+
+    def describe(self) -> str: ...
+
+    def draw(self) -> PIL.Image.Image | None: ...
+
+
+def describe_and_draw(review: Drawable) -> tuple[str, PIL.Image.Image | None]:
+    """Returns the text and the picture of the current item.
+
+    If the picture cannot be drawn, the text says why. An error would block the review at this item.
+    """
+    text = review.describe()
+    try:
+        return text, review.draw()
+    except (UserError, OSError) as error:
+        return f"{text}\n\nThere is no picture: {error}", None
 
 
 @dataclass(frozen=True)

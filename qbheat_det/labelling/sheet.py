@@ -170,13 +170,17 @@ def draw_suspect(
     """Crops the image ``path`` to a suspect, and draws the annotated and the corrected box.
 
     The annotated box is blue, and a new box is orange. The longer side has ``side`` pixels.
+
+    Raises a ``UserError`` if there is no box, or a box is outside of the image.
     """
     drawn: ColoredBoxes = []
     if suspect.annotated_bbox:
         drawn.append((suspect.annotated_bbox, _BLUE))
     if suspect.kind in NEW_BOX_KINDS:
         drawn.append((suspect.bbox, _ORANGE))
-    boxes = np.array([box for box, _ in drawn])  # (n, 4), XYWH
+    boxes = np.array([box for box, _ in drawn]).reshape(-1, 4)  # XYWH
+    if not len(boxes) or (boxes[:, 2:] < 0).any():
+        raise UserError(f"the suspect of '{path}' has no box that can be drawn: inspect again")
     top_left = boxes[:, :2].min(axis=0)
     bottom_right = (boxes[:, :2] + boxes[:, 2:]).max(axis=0)
     longer_side = float((bottom_right - top_left).max())
@@ -184,6 +188,12 @@ def draw_suspect(
     image = open_upright(path)
     left, top = np.maximum(top_left - margin, 0).astype(int).tolist()
     right, bottom = np.minimum(bottom_right + margin + 1, image.size).astype(int).tolist()
+    if left >= right or top >= bottom:
+        size = "x".join(map(str, image.size))
+        raise UserError(
+            f"'{path}' has {size} pixels, and the boxes {boxes.tolist()} are outside of "
+            "it: if the image has changed, inspect again"
+        )
     crop = image.crop((left, top, right, bottom))
     drawn_on_crop: ColoredBoxes = []
     for (x, y, width, height), color in drawn:

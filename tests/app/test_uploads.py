@@ -15,7 +15,7 @@ from detectron2.structures import Boxes, Instances
 from qbheat_det.api import Detections
 from qbheat_det.app import Models, uploads
 from qbheat_det.app.label_review import LabelReview
-from qbheat_det.app.review import Pools
+from qbheat_det.app.review import Pools, describe_and_draw
 from qbheat_det.core.errors import UserError
 from qbheat_det.labelling import select
 from tests.data.pictures import draw, save
@@ -184,6 +184,16 @@ def test_a_review_of_labels_writes_the_accepted_corrections(tmp_path):
     (tmp_path / "a.png").unlink()
     with pytest.raises(UserError, match=r"a\.png"):
         review.draw()
+    text, picture = describe_and_draw(review.skip())  # and the review goes on
+    assert picture is None
+    assert "1 skipped" in text
+    assert "a.png" in text
+    for wrong in ([900, 20, 30, 30], [40, 20, -30, 30]):
+        save(tmp_path / "a.png", draw(160, 120))
+        outside = {**moved, "bbox": wrong, "annotated_bbox": wrong}
+        suspects.write_text(json.dumps({**content, "suspects": [outside]}))
+        with pytest.raises(UserError, match="inspect again"):
+            LabelReview.open(str(tmp_path), [str(tmp_path)]).draw()
     with pytest.raises(UserError, match="--suspects /etc"):
         LabelReview.open("/etc", [str(tmp_path)])
     del content["image_root"]
