@@ -397,8 +397,9 @@ def measure_exported(bench: Bench) -> None:
             f"ms, {height} x {width}": 1000 * bench.time(lambda: exported(images)),
         }
         if len(found) == len(expected) > 0:
-            values["largest difference of scores"] = largest(found.scores - expected.scores)
-            values["of boxes, pixels"] = largest(found.boxes - expected.boxes)
+            boxes = found.instances.pred_boxes
+            values["largest difference of scores"] = largest(found.instances.scores - expected.scores)
+            values["of boxes, pixels"] = largest(boxes.tensor - expected.boxes)
         bench.rows.add(Row(f"{name} in onnxruntime", values=values))
 
 
