@@ -397,9 +397,11 @@ def measure_exported(bench: Bench) -> None:
             f"ms, {height} x {width}": 1000 * bench.time(lambda: exported(images)),
         }
         if len(found) == len(expected) > 0:
-            boxes = found.instances.pred_boxes
-            values["largest difference of scores"] = largest(found.instances.scores - expected.scores)
-            values["of boxes, pixels"] = largest(boxes.tensor - expected.boxes)
+            instances = found.instances
+            scores = instances.scores - expected.scores
+            values["largest difference of scores"] = largest(scores)
+            boxes = instances.pred_boxes.tensor - expected.boxes
+            values["of boxes, pixels"] = largest(boxes)
         bench.rows.add(Row(f"{name} in onnxruntime", values=values))
 
 

@@ -2,6 +2,7 @@
 """``Detector``, which predicts with a trained detector, evaluates it and trains it further."""
 
 import copy
+import numbers
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -140,10 +141,10 @@ class Detector(NamesAttributes, Trained):
         images at a time, in order, so ``images`` may be a generator without end. ``predict``
         describes the arguments and errors.
         """
-        if not 0 <= threshold <= 1:
-            raise UserError(f"threshold is {threshold}, expected a score from 0 to 1")
-        if batch_size < 1:
-            raise UserError(f"batch_size is {batch_size}, expected at least 1")
+        if not isinstance(threshold, numbers.Real) or not 0 <= threshold <= 1:
+            raise UserError(f"threshold is {threshold!r}, expected a score from 0 to 1")
+        if not isinstance(batch_size, numbers.Integral) or batch_size < 1:
+            raise UserError(f"batch_size is {batch_size!r}, expected a whole number above 0")
         return find_boxes(
             self._predictor,
             open_images(images),
@@ -245,9 +246,14 @@ class Detector(NamesAttributes, Trained):
         from qbheat_det.checkpoint import load_run_config
         from qbheat_det.inference.predict import build_predictor
 
-        from .training import choose_folder, make_flags, plan_run, train_run
+        from .training import check_overrides, choose_folder, make_flags, plan_run, train_run
 
         self._require_weights("train", deployed=False)
+        if "weights" in flags:
+            raise UserError(
+                f"train() continues from the detector's own weights: leave out weights, or use "
+                f"qbheat_det.load({str(flags['weights'])!r}).train(…)"
+            )
         folder = choose_folder(output)
         values: dict[str, Any] = {
             "MODEL.DEVICE": self.cfg.MODEL.DEVICE,
@@ -255,7 +261,9 @@ class Detector(NamesAttributes, Trained):
         }
         if epochs is None and minutes is None:
             values["SOLVER.EPOCHS"] = 20
-        values |= overrides or {}
+        if overrides:
+            check_overrides(overrides)
+            values |= overrides
         run_flags = make_flags(
             data, folder, values, weights=self.weights, epochs=epochs, minutes=minutes, **flags
         )

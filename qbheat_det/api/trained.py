@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """``Trained``, the base class of ``Detector`` and ``Encoder``."""
 
+import numbers
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -111,11 +112,21 @@ class Trained:
                 is float32.
 
         Raises:
-            UserError: the model cannot be exported, or its outputs differ from PyTorch.
+            UserError: an argument has a wrong type, the model cannot be exported, or its outputs
+                differ from PyTorch.
         """
         from qbheat_det.export import export_model  # takes long to import
 
         self._require_weights("export")
+        if not isinstance(output, str | Path):
+            raise UserError(f"output must be the path of a file, not {output!r}")
+        for name, paths in (("images", images), ("int8_images", int8_images)):
+            if isinstance(paths, str | Path) or not isinstance(paths, Sequence):
+                raise UserError(f"{name} must be a list of files and folders, not {paths!r}")
+        if not isinstance(image_size, Sequence):
+            raise UserError(f"image_size must be (height, width), not {image_size!r}")
+        if not isinstance(tolerance, numbers.Real):
+            raise UserError(f"tolerance must be a number, not {tolerance!r}")
         return export_model(
             self.cfg,
             Path(output),

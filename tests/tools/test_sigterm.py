@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,16 @@ COMMANDS = {
     "doctor": ("doctor", ""),
 }
 
+# Commands that download something from SERVER, which never sends all of it.
+DOWNLOADS = {
+    "zoo": "zoo fetch timm/tf_efficientnet_lite0",
+    "weights": f"train {RUN} --weights SERVER/a.pth",
+    "hub": f"train {RUN} --weights hf://user/name",
+    "timm": f"train {RUN} --weights timm://resnet18.a1_in1k",
+    "hub_data": f"train --config-file {CONFIG} --data hf://datasets/user/name --output OUT",
+    "s3": f"train --config-file {CONFIG} --data s3://bucket/folder --output OUT",
+}
+
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
@@ -77,8 +89,16 @@ def words(tmp_path_factory):
     return replace
 
 
+def start_of(tool):
+    """Returns the words that start a tool."""
+    path = ROOT / "tools" / f"{tool}.py"
+    if path.is_file():
+        return [sys.executable, str(path)]
+    return [sys.executable, str(ROOT / "tools" / "qbheat"), tool]
+
+
 @contextlib.contextmanager
-def running(command, log):
+def running(command, log, **environment):
     """Runs a command in a session of its own, of which nothing is left at the end."""
     with log.open("w") as stream:
         process = subprocess.Popen(
@@ -86,7 +106,7 @@ def running(command, log):
             stdout=stream,
             stderr=subprocess.STDOUT,
             cwd=log.parent,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
             start_new_session=True,
         )
     try:
@@ -146,16 +166,98 @@ def test_a_command_ends_in_the_middle_of_its_work(name, words, tmp_path):
         pytest.skip("the page needs Gradio: pip install -e .[app]")
     command, mark = COMMANDS[name]
     tool, _, flags = command.partition(" ")
-    path = ROOT / "tools" / f"{tool}.py"
-    start = [str(path)] if path.is_file() else [str(ROOT / "tools" / "qbheat"), tool]
     log, output = tmp_path / "log.txt", tmp_path / "out"
-    with running([sys.executable, *start, *words(flags, output)], log) as process:
+    with running([*start_of(tool), *words(flags, output)], log) as process:
         if name != "doctor":
             wait_until(lambda: catches_sigterm(process.pid), process)
         if mark:
             wait_until(lambda: mark in log.read_text() or any(output.rglob(mark)), process)
         time.sleep(0.5)
         seconds = end(process, log)
+    print(f"{name}: {seconds:.1f} s")
+
+
+class Stalling(BaseHTTPRequestHandler):
+    """Sends nothing to a client, or the header of a response and then a byte a second."""
+
+    server: "StallingServer"
+
+    def handle(self):
+        if self.server.is_silent:
+            self.server.is_asked.set()
+            self.server.is_over.wait()
+        else:
+            super().handle()
+
+    def do_HEAD(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "1000000")
+        self.send_header("Content-Type", "text/html")  # for pip
+        self.send_header("ETag", '"1"')  # for huggingface_hub, also the next one
+        self.send_header("X-Repo-Commit", "1" * 40)
+        self.end_headers()
+
+    def do_GET(self):
+        self.do_HEAD()
+        self.server.is_asked.set()
+        with contextlib.suppress(OSError):  # the client has ended
+            while not self.server.is_over.wait(1):
+                self.wfile.write(b" ")
+
+    def log_message(self, *args):
+        pass
+
+
+class StallingServer(ThreadingHTTPServer):
+    """A server on a free port of this machine whose answers never end."""
+
+    def __init__(self, is_silent):
+        super().__init__(("127.0.0.1", 0), Stalling)
+        self.is_silent = is_silent
+        self.is_asked = threading.Event()
+        self.is_over = threading.Event()
+
+    def __enter__(self):
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.is_over.set()
+        self.shutdown()
+        super().__exit__(*error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "slow"])
+@pytest.mark.parametrize("name", DOWNLOADS)
+def test_a_command_ends_during_a_download_that_stalls(name, is_silent, words, tmp_path):
+    if name == "s3" and importlib.util.find_spec("s3fs") is None:
+        pytest.skip("s3:// needs s3fs: pip install s3fs")
+    log, output = tmp_path / "log.txt", tmp_path / "out"
+    tool, _, flags = DOWNLOADS[name].partition(" ")
+    with StallingServer(is_silent) as server:
+        address = f"127.0.0.1:{server.server_port}"
+        scheme = "https" if is_silent else "http"  # https stalls in the handshake
+        flags = flags.replace("SERVER", f"{scheme}://{address}")
+        command = [*start_of(tool), *words(flags, output)]
+        environment = {
+            "FVCORE_CACHE": str(tmp_path / "cache"),
+            "QBHEAT_CACHE": str(tmp_path / "cache"),
+            "QBHEAT_ZOO": "",
+            "NO_PROXY": "127.0.0.1",
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_INDEX_URL": f"http://{address}/simple",
+            "HF_ENDPOINT": f"http://{address}",
+            "HF_HOME": str(tmp_path / "cache"),
+            "HF_HUB_OFFLINE": "0",
+            "AWS_ENDPOINT_URL": f"http://{address}",
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+        }
+        with running(command, log, **environment) as process:
+            wait_until(server.is_asked.is_set, process)
+            time.sleep(1)
+            seconds = end(process, log)
     print(f"{name}: {seconds:.1f} s")
 
 
