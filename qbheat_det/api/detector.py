@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import PIL.Image
-from detectron2.config import CfgNode
-from torch import Tensor
 
-from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.other_names import NamesAttributes, names_keywords
-from qbheat_det.deployment import deploy
+from qbheat_det.inference.boxes import check_elongation, find_boxes
+from qbheat_det.inference.exported import ExportedModel
 from qbheat_det.inference.images import (
     Image,
     NamedImage,
@@ -24,20 +22,18 @@ from qbheat_det.inference.images import (
     is_video,
     open_images,
 )
-from qbheat_det.inference.predict import (
-    BatchPredictor,
-    Predictor,
-    build_predictor,
-    check_elongation,
-    find_boxes,
-)
+from qbheat_det.inference.predictor import DetectorSettings, Predictor
 from qbheat_det.inference.results import Detections
 
-from .encoder import Trained
+from .trained import Trained
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # an exported file runs without PyTorch
+    from detectron2.config import CfgNode
+    from torch import Tensor
+
     from qbheat_det.analysis.run import Run
     from qbheat_det.engine.run_flags import Paths
+    from qbheat_det.inference.predict import BatchPredictor
 
 
 class Detector(NamesAttributes, Trained):
@@ -45,23 +41,35 @@ class Detector(NamesAttributes, Trained):
 
     _is_detector = True
 
-    def __init__(self, predictor: Predictor, cfg: CfgNode) -> None:
-        """``cfg`` is the config of the predictor's model, including ``MODEL.WEIGHTS``."""
+    def __init__(
+        self, predictor: "BatchPredictor | ExportedModel", cfg: "CfgNode | None" = None
+    ) -> None:
+        """
+        Args:
+            predictor: a predictor in PyTorch, or an exported detector.
+            cfg: config of the predictor's model, including ``MODEL.WEIGHTS``; None for an exported
+                detector.
+        """
+        self._predictor: Predictor
+        if isinstance(predictor, ExportedModel):
+            super().__init__(None, exported=predictor)
+            self._predictor = predictor.build_predictor()
+            self._settings = predictor.settings
+            return
+        assert cfg is not None
+        super().__init__(cfg, model=predictor.model)
         self._predictor = predictor
-        self.cfg = cfg
-        self.model = None
-        if isinstance(predictor, BatchPredictor):
-            self.model = predictor.model
+        self._settings = DetectorSettings.from_config(cfg)
 
     @property
     def class_names(self) -> list[str]:
         """Class names, in the order of the class indices."""
-        return list(self.cfg.MODEL.CLASS_NAMES)
+        return list(self._settings.class_names)
 
     @overload
     def predict(  # type: ignore[overload-overlap]  # an array is also an iterable
         self,
-        images: PIL.Image.Image | Image | Tensor,
+        images: "PIL.Image.Image | Image | Tensor",
         *,
         threshold: float = ...,
         batch_size: int = ...,
@@ -140,7 +148,7 @@ class Detector(NamesAttributes, Trained):
         return find_boxes(
             self._predictor,
             open_images(images),
-            self.cfg,
+            self._settings,
             threshold=threshold,
             batch_size=batch_size,
             tile=tile,
@@ -151,7 +159,7 @@ class Detector(NamesAttributes, Trained):
 
         ``name`` names the image in the message.
         """
-        check_elongation(NamedImage(image, None, name), self.cfg)
+        check_elongation(NamedImage(image, None, name), self._settings)
 
     def deploy(self, *, precision: str = "float32") -> "Detector":
         """Returns a copy with the model in its fastest equivalent form on this device.
@@ -162,6 +170,8 @@ class Detector(NamesAttributes, Trained):
         Raises:
             UserError: an argument is invalid, or the detector is already exported or deployed.
         """
+        from qbheat_det.deployment import deploy
+
         self._require_weights("deploy")
         predictor: Any = copy.copy(self._predictor)
         predictor.model = deploy(predictor.model, precision=precision)
@@ -233,6 +243,8 @@ class Detector(NamesAttributes, Trained):
         """
         # Prediction needs neither the engine nor the analysis.
         from qbheat_det.analysis.run import Run
+        from qbheat_det.checkpoint import load_run_config
+        from qbheat_det.inference.predict import build_predictor
 
         from .training import check_overrides, choose_folder, make_flags, plan_run, train_run
 
@@ -260,7 +272,8 @@ class Detector(NamesAttributes, Trained):
         cfg = load_run_config(str(run.path), device=self.cfg.MODEL.DEVICE)
         predictor = build_predictor(cfg)
         self._predictor = predictor
-        self.cfg = cfg
+        self._settings = DetectorSettings.from_config(cfg)
+        self._cfg = cfg
         self.model = predictor.model
         return run
 

@@ -24,6 +24,7 @@ from detectron2.utils import comm
 from qbheat_det.checkpoint import class_names_of
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
+from qbheat_det.core.image_files import find_elongation
 from qbheat_det.data import (
     LEFT_OUT_FILE,
     SEEN_FILE,
@@ -50,7 +51,6 @@ from qbheat_det.data import (
     register_source,
     split_source,
 )
-from qbheat_det.data.checks import find_elongation
 from qbheat_det.data.datasets.sources import forget_source
 from qbheat_det.evaluation import count_most_objects
 from qbheat_det.modeling.contracts import ANNOTATED_CLASSES, learns_partial_labels

@@ -363,6 +363,6 @@ def test_a_result_is_a_sequence_of_boxes(detector, photos):
     with pytest.raises(IndexError, match=f"has no box {len(result)}"):
         result[len(result)]
     assert not hasattr(result, "nothing_known")
-    without_boxes = dataclasses.replace(result, instances=Instances((9, 9)))
+    without_boxes = dataclasses.replace(result, prediction=Instances((9, 9)))
     with pytest.raises(AttributeError, match="pred_boxes"):  # the error of the property itself
         _ = without_boxes.boxes
