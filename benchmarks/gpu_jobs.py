@@ -397,8 +397,11 @@ def measure_exported(bench: Bench) -> None:
             f"ms, {height} x {width}": 1000 * bench.time(lambda: exported(images)),
         }
         if len(found) == len(expected) > 0:
-            values["largest difference of scores"] = largest(found.scores - expected.scores)
-            values["of boxes, pixels"] = largest(found.boxes - expected.boxes)
+            instances = found.instances
+            scores = instances.scores - expected.scores
+            values["largest difference of scores"] = largest(scores)
+            boxes = instances.pred_boxes.tensor - expected.boxes
+            values["of boxes, pixels"] = largest(boxes)
         bench.rows.add(Row(f"{name} in onnxruntime", values=values))
 
 

@@ -70,7 +70,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Redirects links to pages of the site, and shows the requirements of commands."""
-    markdown = re.sub(r"(\]\([^):]*tutorials/\w+)\.ipynb", r"\1.md", markdown)
+    markdown = re.sub(r"(\]\([^):]*)\.ipynb", r"\1.md", markdown)
     if page.file.src_uri in COPIES:
         markdown = markdown.replace("](docs/", "](")
     up = "../" * page.file.src_uri.count("/")
@@ -141,6 +141,7 @@ def convert_output(output: dict[str, Any]) -> str:
 def list_api() -> str:
     """Returns a page of all public classes and functions."""
     parts = ["# Python API\n\nExamples are in [Python](python.md)."]
+    listed: set[str] = set()  # a class of two areas is shown in the first one
     for area, purpose in AREAS.items():
         path = ROOT / area.replace(".", "/")
         if path.is_dir():
@@ -149,7 +150,8 @@ def list_api() -> str:
             path = path.with_suffix(".py")
         parts.append(f"## {area}\n\n{purpose}")
         for name in list_public_names(ast.parse(path.read_text("utf-8"))):
-            if not name.startswith("_") and not name.isupper():
+            if not name.startswith("_") and not name.isupper() and name not in listed:
+                listed.add(name)
                 parts.append(f"::: {area}.{name}")
     return "\n\n".join(parts) + "\n"
 
@@ -197,7 +199,9 @@ def list_items(
         if not isinstance(value, ast.Dict) and value.end_lineno != key.lineno:
             beside.append(value.end_lineno or 0)
         lines += [comments[number][1] for number in beside if number in comments]
-        yield str(key.value), value, " ".join(lines).replace("|", "\\|").replace("<", "&lt;")
+        text = " ".join(lines).replace("|", "\\|").replace("<", "&lt;")
+        # Keys are code, which wraps on a phone.
+        yield str(key.value), value, re.sub(r"\b(?:[A-Z]\w*\.)+[A-Z]\w*\b", r"`\g<0>`", text)
 
 
 def read_comments(source: str) -> dict[int, tuple[bool, str]]:

@@ -19,31 +19,20 @@ the keys of this package, and ``add_qbheat_config`` adds these keys to a config.
 provides configs and weights by name.
 
 Importing the package registers its backbones, meta-architectures and built-in data sets, and the
-``qbheat://`` addresses of the model zoo. It also imports the modules in ``$QBHEAT_IMPORT``. If the
-home folder cannot be written, caches are in a temporary folder (see ``core/caches.py``).
+``qbheat://`` addresses of the model zoo: at once if Detectron2 or timm has been imported, or else
+as soon as one of them is imported or needed. An exported file needs neither of them, nor PyTorch.
+The registration also imports the modules in ``$QBHEAT_IMPORT``. If the home folder cannot be
+written, caches are in a temporary folder (see ``core/caches.py``).
 """
 
-import importlib
-import warnings
 from typing import TYPE_CHECKING
 
 from qbheat_det.core.caches import use_writable_caches
-from qbheat_det.core.environment import VERSION, import_own_modules, require_detectron2
+from qbheat_det.core.environment import VERSION
+from qbheat_det.core.lazy import import_name, register, register_when_needed
 from qbheat_det.core.other_names import name_attribute
 
 use_writable_caches()  # before libraries read the variables
-require_detectron2()  # raises an error that explains the installation
-
-with warnings.catch_warnings():
-    # Detectron2 and fvcore use deprecated functions of torch when they are imported.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-    from . import data, model_zoo, modeling
-    from .config import add_qbheat_config, get_cfg
-    from .deployment import deploy
-    from .modeling import backbone, classification, detr, fcos, pretrain, retinanet  # noqa: F401
-
-# Detectron2's anchor generator causes this warning once per process.
-warnings.filterwarnings("ignore", message="torch.meshgrid: in an upcoming release")
 
 __all__ = [
     "Detector", "Encoder", "add_qbheat_config", "data", "deploy", "get_cfg", "load", "model_zoo",
@@ -52,25 +41,37 @@ __all__ = [
 __version__ = VERSION
 
 if TYPE_CHECKING:  # with ``__getattr__``, type checkers would accept any name
+    from . import data, model_zoo, modeling
     from .api import Detector, Encoder, load, train
+    from .config import add_qbheat_config, get_cfg
+    from .deployment import deploy
     from .labelling import select
 else:
-    # The modules of names that are imported at first use, because they import export and drawing.
+    # The modules of names that are imported at first use.
     _MODULES = {
-        "Detector": "api",
-        "Encoder": "api",
-        "load": "api",
-        "select": "labelling",
-        "train": "api",
+        "Detector": "qbheat_det.api",
+        "Encoder": "qbheat_det.api",
+        "add_qbheat_config": "qbheat_det.config",
+        "deploy": "qbheat_det.deployment",
+        "get_cfg": "qbheat_det.config",
+        "load": "qbheat_det.api",
+        "select": "qbheat_det.labelling",
+        "train": "qbheat_det.api",
     }
+    _WITHOUT_PYTORCH = ("Detector", "load")
 
     def __getattr__(name: str) -> object:
+        is_special = name.startswith("__")  # asked for by Python itself
+        if name not in _WITHOUT_PYTORCH and not is_special:
+            register()  # which imports most subpackages
         if name in _MODULES:
-            return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+            return import_name(__name__, name, _MODULES)
+        if name in globals():
+            return globals()[name]
         raise name_attribute(__name__, name)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
 
 
-import_own_modules()  # last, because these modules may import this package
+register_when_needed()

@@ -69,7 +69,7 @@ ALLOWED = {
     "app": {"core", "tasks", "analysis", "api", "labelling", "model_zoo"},
 }
 # These collect what is below them, for registration.
-COLLECTORS = {PACKAGE, f"{PACKAGE}.modeling"}
+COLLECTORS = {PACKAGE, f"{PACKAGE}.modeling", f"{PACKAGE}.registration"}
 
 
 def area_of(module):

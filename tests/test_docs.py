@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from functools import reduce
@@ -37,11 +38,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 SEARCHED = ("small objects", "out of memory", "yolo", "resume")
 PYTHON = PAGES["python.md"]
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.ipynb"))
-MEASURED: tuple[str, ...] = ()  # committed with outputs, by ``python -m docs.run_tutorials``
-SLOW = ("few_boxes", "my_pictures")
-# The others train on smaller images: what follows this option.
-OPTION = '"INPUT.FIXED_VIEWS.COUNT", "1"'
-SMALLER = '"INPUT.MIN_SIZE_TRAIN", "96,", "INPUT.MIN_SIZE_TEST", "96"'
+# Slow ones, which ``python -m docs.run_tutorials`` has written with their outputs.
+MEASURED = ("add_class", "few_boxes", "my_pictures", "pretrain_and_probe")
 
 
 def test_named_tests_exist():
@@ -97,7 +95,7 @@ def split_numbers(text):
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, marks=pytest.mark.slow if path.stem in SLOW else (), id=path.stem)
+        pytest.param(path, marks=pytest.mark.slow if path.stem in MEASURED else (), id=path.stem)
         for path in TUTORIALS
     ],
 )
@@ -107,7 +105,6 @@ def test_a_tutorial_runs_and_prints_the_figures_that_are_committed(path, tmp_pat
     compared = 0
     try:
         for code, committed in read_code(path):
-            code = code.replace(OPTION, f"{OPTION}, {SMALLER}")
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 exec(compile(code, path.name, "exec"), scope)
             if path.stem in MEASURED:
@@ -155,15 +152,56 @@ def test_the_config_reference_has_every_key_with_its_default():
     assert rows["SOLVER.EMA.DECAY"] == "0.9998"
 
 
-@pytest.mark.slow
-def test_the_site_is_built_without_a_warning(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the site, which is built strictly."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "qbheat_det" in (tmp_path / "api.html").read_text("utf-8")
-    sections = json.loads((tmp_path / "search" / "search_index.json").read_text("utf-8"))["docs"]
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(site):
+    assert "qbheat_det" in (site / "api.html").read_text("utf-8")
+    sections = json.loads((site / "search" / "search_index.json").read_text("utf-8"))["docs"]
     titles = [section["title"].lower() for section in sections]
     assert all(any(words in title for title in titles) for words in SEARCHED)
+
+
+PHONE = 390  # pixels
+FIND_WIDE = """() => {
+  document.querySelectorAll("details").forEach((part) => { part.open = true; });
+  const shown = [...document.querySelectorAll("table, img, p, li, h1, h2, h3")];
+  const parts = shown.filter((part) => !part.closest("nav"));
+  const wide = parts.filter((part) => part.getBoundingClientRect().right > innerWidth + 1);
+  return wide.map((part) => part.innerText.slice(0, 60));
+}"""
+
+
+@pytest.mark.slow
+def test_no_table_of_the_site_is_wider_than_a_phone(site):
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="driving a browser needs playwright: pip install playwright"
+    )
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no Chromium: apt-get install chromium")
+    wide = {}
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
+        page = browser.new_page(viewport={"width": PHONE, "height": 844})
+        page.set_default_timeout(120_000)
+        for path in sorted(site.rglob("*.html")):
+            page.goto(path.as_uri(), wait_until="domcontentloaded")
+            found = page.evaluate(FIND_WIDE)
+            if found:
+                wide[path.name] = found
+        browser.close()
+    assert wide == {}
 
 
 def test_figures_are_explained_and_listed():

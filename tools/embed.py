@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     check_inputs(*args.images, weights=[args.weights])
     hide_foreign_warnings()
     from qbheat_det.core.errors import exit_on_user_error
-    from qbheat_det.core.torchrun import run_sharing_files
+    from qbheat_det.core.sharing import run_sharing_files
 
     if args.engine == "ray":
         return exit_on_user_error(run_on_cluster)(args)

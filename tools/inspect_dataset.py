@@ -142,7 +142,7 @@ def find_suspects(args: argparse.Namespace) -> int:
     page = write_suspects(labels, listed, args.output, command, num_found=len(suspects))
     print(
         f"The detectors have AP50 {ap50[0]:.1f} and {ap50[1]:.1f} on the half that they "
-        f"were not trained on. Listed are {len(listed):,} of {len(suspects):,} suspicious labels, "
+        f"were not trained on. Listed are {len(listed):,} of {len(suspects):,} candidates, "
         f"most probable first: {page}"
     )
     if max(ap50) < _POOR_AP50:

@@ -124,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     check_inputs(*args.images, weights=[args.weights], config_file=args.config_file)
     hide_foreign_warnings()
     from qbheat_det.core.errors import exit_on_user_error
-    from qbheat_det.core.torchrun import run_sharing_files
+    from qbheat_det.core.sharing import run_sharing_files
 
     if args.engine == "ray":
         return exit_on_user_error(run_on_cluster)(args)
@@ -133,9 +133,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Predicts as specified by the arguments, and returns the exit code."""
-    from detectron2.utils import comm
-
     from qbheat_det.api import PREDICTION_LIMITS, predict_files
+    from qbheat_det.core.sharing import get_world_size, is_main_process
 
     limits = PREDICTION_LIMITS
     if args.max_megapixels is not None:
@@ -156,12 +155,12 @@ def run(args: argparse.Namespace) -> int:
         opts=args.opts,
         limits=limits,
     )
-    if not comm.is_main_process():
+    if not is_main_process():
         return 0
     print_report(report, args)
     if report.skipped and not report.num_images:
         return 2
-    if comm.get_world_size() > 1:
+    if get_world_size() > 1:
         return 0
     return int(bool(report.skipped or report.undrawn))
 

@@ -40,7 +40,12 @@ from qbheat_det.data import (
 from qbheat_det.data.checks import DataError, find_record_errors
 from qbheat_det.data.datasets.account import LeftOut
 from qbheat_det.engine import RunFlags, read_config
-from qbheat_det.engine.opened_sources import Role, Sources, find_unvalidated, join_roles
+from qbheat_det.engine.opened_sources import (
+    Role,
+    Sources,
+    find_images_of_both_parts,
+    join_roles,
+)
 from qbheat_det.engine.run_config import choose_recipe
 from qbheat_det.engine.run_data import get_longest_side, leave_out_images
 from qbheat_det.evaluation import choose_max_detections
@@ -59,8 +64,8 @@ class DatasetSource:
     """A dataset to inspect, for training ("train") or for evaluation ("val").
 
     It is either opened from files, or registered in Detectron2's catalog. If several datasets are
-    joined, ``accounts`` are theirs, and ``divided`` names those without a validation part. Training
-    divides these, so that their copies of validation images are for validation too.
+    joined, ``accounts`` are theirs, and ``in_both`` has the paths of training images that are
+    validation images too, which training uses for validation only.
     """
 
     name: str
@@ -68,7 +73,7 @@ class DatasetSource:
     source: Source | None = None  # None if ``name`` is registered
     annotations: Annotations | None = field(default=None, repr=False)  # content of ``source``
     accounts: Sequence[Account] = ()
-    divided: Sequence[str] = ()
+    in_both: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -128,15 +133,11 @@ def list_sources(cfg: CfgNode, flags: RunFlags, sources: Sources) -> list[Datase
         for opened in members:
             if opened.annotations is not None:
                 _leave_out(opened.annotations, cfg)
-        divided = [
-            opened.annotations.origin
-            for opened in find_unvalidated(flags, sources)
-            if opened.annotations is not None
-        ]
+        in_both = frozenset().union(*find_images_of_both_parts(flags, sources).values())
         joined = join_roles(flags, sources)
         return [
             DatasetSource(
-                role, role, one.source, one.annotations, list(one.accounts.values()), divided
+                role, role, one.source, one.annotations, list(one.accounts.values()), in_both
             )
             for role, one in joined.items()
         ]
@@ -280,11 +281,9 @@ def _find_leaks(train: Inspection, val: Inspection) -> list[DataError]:
     """Returns an error for each image of ``val`` that is byte-identical to one of ``train``."""
     # Files of different sizes cannot be identical.
     train_files: dict[int, list[str]] = defaultdict(list)  # by size in bytes
-    sets = train.annotations.sets if train.annotations else {}
     for record in train.records:
         path = record["file_name"]
-        is_divided = sets.get(path) in train.source.divided
-        if os.path.isfile(path) and not is_divided:
+        if os.path.isfile(path) and path not in train.source.in_both:
             train_files[os.path.getsize(path)].append(path)
     errors = []
     for record in val.records:

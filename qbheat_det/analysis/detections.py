@@ -98,64 +98,15 @@ def draw_detections(
             raise UserError(f"'{data}' has no boxes")
         source = opened.val or opened.train
         register_source(data, source, annotations=opened.annotations[source.part])
-    datasets: list[DetectionSet] = []  # ``evaluate`` adds the dataset of each run
-
-    def evaluate(run: Run) -> RunDetections:
-        """Evaluates a run. Raises ``NotApplicable`` if its dataset differs from the first run's."""
-        run.require_task(DETECTION)
-        dataset = read_set(data or run.find_set("test"))
-        if datasets:
-            first = datasets[0]
-            # Other formats are converted to COCO json once per run, so the file names differ.
-            if (dataset.image_root, dataset.content) != (first.image_root, first.content):
-                raise NotApplicable(f"the test set of '{run.label}' is '{dataset.json_file}'")
-        detections, image_ids = _detect(run, dataset)
-        evaluator = metrics.evaluate_boxes(keep_images(dataset.content, image_ids), detections)
-        datasets.append(dataset)
-        errors = metrics.find_errors(evaluator)
-        run_threshold = threshold
-        if run_threshold is None:
-            # Two decimals, so that the command on the page finds the same boxes.
-            run_threshold = math.floor(100 * metrics.choose_threshold(errors)) / 100
-        return RunDetections(
-            label=run.label,
-            scores=metrics.score_detections(evaluator),
-            errors=errors,
-            threshold=run_threshold,
-            weights=run.weights,
-            image_ids=image_ids,
-        )
-
-    results = run_each(runs, evaluate, nothing="no detections")
+    evaluation = _Evaluation(data, threshold)
+    results = run_each(runs, evaluation, nothing="no detections")
     evaluated = list(results.by_label.values())
-    common_ids = set.intersection(*(run.image_ids for run in evaluated))  # that all could read
-    content = keep_images(datasets[0].content, common_ids)
-    dataset = dataclasses.replace(datasets[0], content=content)
-
-    images: dict[str, Image] = {}
-    if len(evaluated) == 1:
-        images |= draw_best(dataset, evaluated[0])
-    caption = f"AP on {len(content['images']):,} images."
-    images["ap"] = chart_image(plot_ap(evaluated, dataset.class_names), caption=caption)
-    for index, run in enumerate(evaluated, start=1):
-        suffix = f"_{index}" if len(evaluated) > 1 else ""
-        num_classes = len(dataset.class_names)
-        if num_classes > 1:
-            counts = metrics.count_confusions(run.errors, run.threshold, num_classes)
-            chart = plot_confusion(counts, [*dataset.class_names, "background"], unit="boxes")
-            caption = f"{run.label}: true and detected classes, scores from {run.threshold:.2g}"
-            images[f"confusion{suffix}"] = chart_image(chart, caption=caption)
-    images |= draw_predictions(dataset, evaluated, options.num_images)
-    for index, run in enumerate(evaluated, start=1):
-        suffix = f"_{index}" if len(evaluated) > 1 else ""
-        sheet = draw_errors(dataset, run)
-        if sheet is not None:
-            images[f"errors{suffix}"] = sheet
+    dataset = evaluation.find_common_set(evaluated)
     figure = results.draw(
         "detections",
         "Detections",
         _explain(evaluated),
-        images,
+        _draw_images(dataset, evaluated, options.num_images),
         _tabulate(evaluated),
         **_collect_numbers(dataset, evaluated),
     )
@@ -165,6 +116,75 @@ def draw_detections(
     headline, command = summarize(evaluated[0], single)
     caution = warn_of_other_pictures(dataset)
     return dataclasses.replace(figure, headline=headline, command=command, caution=caution)
+
+
+class _Evaluation:
+    """Evaluates runs on one test set: ``data``, or that of the first run."""
+
+    def __init__(self, data: str | None, threshold: float | None) -> None:
+        """``draw_detections`` describes the arguments."""
+        self._data = data
+        self._threshold = threshold
+        self._dataset: DetectionSet | None = None
+
+    def __call__(self, run: Run) -> RunDetections:
+        """Evaluates a run. Raises ``NotApplicable`` if its dataset differs from the first run's."""
+        run.require_task(DETECTION)
+        dataset = read_set(self._data or run.find_set("test"))
+        first = self._dataset
+        # Other formats are converted to COCO json once per run, so the file names differ.
+        if first and (dataset.image_root, dataset.content) != (first.image_root, first.content):
+            raise NotApplicable(f"the test set of '{run.label}' is '{dataset.json_file}'")
+        detections, image_ids = _detect(run, dataset)
+        evaluator = metrics.evaluate_boxes(keep_images(dataset.content, image_ids), detections)
+        self._dataset = first or dataset
+        errors = metrics.find_errors(evaluator)
+        threshold = self._threshold
+        if threshold is None:
+            # Two decimals, so that the command on the page finds the same boxes.
+            threshold = math.floor(100 * metrics.choose_threshold(errors)) / 100
+        return RunDetections(
+            label=run.label,
+            scores=metrics.score_detections(evaluator),
+            errors=errors,
+            threshold=threshold,
+            weights=run.weights,
+            image_ids=image_ids,
+        )
+
+    def find_common_set(self, evaluated: Sequence[RunDetections]) -> DetectionSet:
+        """Returns the test set with the images that all evaluated runs could read."""
+        assert self._dataset
+        common_ids = set.intersection(*(run.image_ids for run in evaluated))
+        content = keep_images(self._dataset.content, common_ids)
+        return dataclasses.replace(self._dataset, content=content)
+
+
+def _draw_images(
+    dataset: DetectionSet, evaluated: Sequence[RunDetections], num_images: int
+) -> dict[str, Image]:
+    """Returns the charts and pictures by name: AP, confusions, boxes and errors."""
+    images: dict[str, Image] = {}
+    if len(evaluated) == 1:
+        images |= draw_best(dataset, evaluated[0])
+    caption = f"AP on {len(dataset.content['images']):,} images."
+    images["ap"] = chart_image(plot_ap(evaluated, dataset.class_names), caption=caption)
+    suffixes = [""]
+    if len(evaluated) > 1:
+        suffixes = [f"_{number}" for number in range(1, len(evaluated) + 1)]
+    num_classes = len(dataset.class_names)
+    if num_classes > 1:
+        for suffix, run in zip(suffixes, evaluated, strict=True):
+            counts = metrics.count_confusions(run.errors, run.threshold, num_classes)
+            chart = plot_confusion(counts, [*dataset.class_names, "background"], unit="boxes")
+            caption = f"{run.label}: true and detected classes, scores from {run.threshold:.2g}"
+            images[f"confusion{suffix}"] = chart_image(chart, caption=caption)
+    images |= draw_predictions(dataset, evaluated, num_images)
+    for suffix, run in zip(suffixes, evaluated, strict=True):
+        sheet = draw_errors(dataset, run)
+        if sheet is not None:
+            images[f"errors{suffix}"] = sheet
+    return images
 
 
 def summarize(result: RunDetections, run: Run) -> tuple[str, str]:

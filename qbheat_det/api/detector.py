@@ -2,19 +2,18 @@
 """``Detector``, which predicts with a trained detector, evaluates it and trains it further."""
 
 import copy
+import numbers
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import PIL.Image
-from detectron2.config import CfgNode
-from torch import Tensor
 
-from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.other_names import NamesAttributes, names_keywords
-from qbheat_det.deployment import deploy
+from qbheat_det.inference.boxes import check_elongation, find_boxes
+from qbheat_det.inference.exported import ExportedModel
 from qbheat_det.inference.images import (
     Image,
     NamedImage,
@@ -23,20 +22,18 @@ from qbheat_det.inference.images import (
     is_video,
     open_images,
 )
-from qbheat_det.inference.predict import (
-    BatchPredictor,
-    Predictor,
-    build_predictor,
-    check_elongation,
-    find_boxes,
-)
+from qbheat_det.inference.predictor import DetectorSettings, Predictor
 from qbheat_det.inference.results import Detections
 
-from .encoder import Trained
+from .trained import Trained
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # an exported file runs without PyTorch
+    from detectron2.config import CfgNode
+    from torch import Tensor
+
     from qbheat_det.analysis.run import Run
     from qbheat_det.engine.run_flags import Paths
+    from qbheat_det.inference.predict import BatchPredictor
 
 
 class Detector(NamesAttributes, Trained):
@@ -44,23 +41,35 @@ class Detector(NamesAttributes, Trained):
 
     _is_detector = True
 
-    def __init__(self, predictor: Predictor, cfg: CfgNode) -> None:
-        """``cfg`` is the config of the predictor's model, including ``MODEL.WEIGHTS``."""
+    def __init__(
+        self, predictor: "BatchPredictor | ExportedModel", cfg: "CfgNode | None" = None
+    ) -> None:
+        """
+        Args:
+            predictor: a predictor in PyTorch, or an exported detector.
+            cfg: config of the predictor's model, including ``MODEL.WEIGHTS``; None for an exported
+                detector.
+        """
+        self._predictor: Predictor
+        if isinstance(predictor, ExportedModel):
+            super().__init__(None, exported=predictor)
+            self._predictor = predictor.build_predictor()
+            self._settings = predictor.settings
+            return
+        assert cfg is not None
+        super().__init__(cfg, model=predictor.model)
         self._predictor = predictor
-        self.cfg = cfg
-        self.model = None
-        if isinstance(predictor, BatchPredictor):
-            self.model = predictor.model
+        self._settings = DetectorSettings.from_config(cfg)
 
     @property
     def class_names(self) -> list[str]:
         """Class names, in the order of the class indices."""
-        return list(self.cfg.MODEL.CLASS_NAMES)
+        return list(self._settings.class_names)
 
     @overload
     def predict(  # type: ignore[overload-overlap]  # an array is also an iterable
         self,
-        images: PIL.Image.Image | Image | Tensor,
+        images: "PIL.Image.Image | Image | Tensor",
         *,
         threshold: float = ...,
         batch_size: int = ...,
@@ -132,14 +141,14 @@ class Detector(NamesAttributes, Trained):
         images at a time, in order, so ``images`` may be a generator without end. ``predict``
         describes the arguments and errors.
         """
-        if not 0 <= threshold <= 1:
-            raise UserError(f"threshold is {threshold}, expected a score from 0 to 1")
-        if batch_size < 1:
-            raise UserError(f"batch_size is {batch_size}, expected at least 1")
+        if not isinstance(threshold, numbers.Real) or not 0 <= threshold <= 1:
+            raise UserError(f"threshold is {threshold!r}, expected a score from 0 to 1")
+        if not isinstance(batch_size, numbers.Integral) or batch_size < 1:
+            raise UserError(f"batch_size is {batch_size!r}, expected a whole number above 0")
         return find_boxes(
             self._predictor,
             open_images(images),
-            self.cfg,
+            self._settings,
             threshold=threshold,
             batch_size=batch_size,
             tile=tile,
@@ -150,7 +159,7 @@ class Detector(NamesAttributes, Trained):
 
         ``name`` names the image in the message.
         """
-        check_elongation(NamedImage(image, None, name), self.cfg)
+        check_elongation(NamedImage(image, None, name), self._settings)
 
     def deploy(self, *, precision: str = "float32") -> "Detector":
         """Returns a copy with the model in its fastest equivalent form on this device.
@@ -161,6 +170,8 @@ class Detector(NamesAttributes, Trained):
         Raises:
             UserError: an argument is invalid, or the detector is already exported or deployed.
         """
+        from qbheat_det.deployment import deploy
+
         self._require_weights("deploy")
         predictor: Any = copy.copy(self._predictor)
         predictor.model = deploy(predictor.model, precision=precision)
@@ -232,10 +243,17 @@ class Detector(NamesAttributes, Trained):
         """
         # Prediction needs neither the engine nor the analysis.
         from qbheat_det.analysis.run import Run
+        from qbheat_det.checkpoint import load_run_config
+        from qbheat_det.inference.predict import build_predictor
 
-        from .training import choose_folder, make_flags, plan_run, train_run
+        from .training import check_overrides, choose_folder, make_flags, plan_run, train_run
 
         self._require_weights("train", deployed=False)
+        if "weights" in flags:
+            raise UserError(
+                f"train() continues from the detector's own weights: leave out weights, or use "
+                f"qbheat_det.load({str(flags['weights'])!r}).train(…)"
+            )
         folder = choose_folder(output)
         values: dict[str, Any] = {
             "MODEL.DEVICE": self.cfg.MODEL.DEVICE,
@@ -243,7 +261,9 @@ class Detector(NamesAttributes, Trained):
         }
         if epochs is None and minutes is None:
             values["SOLVER.EPOCHS"] = 20
-        values |= overrides or {}
+        if overrides:
+            check_overrides(overrides)
+            values |= overrides
         run_flags = make_flags(
             data, folder, values, weights=self.weights, epochs=epochs, minutes=minutes, **flags
         )
@@ -252,7 +272,8 @@ class Detector(NamesAttributes, Trained):
         cfg = load_run_config(str(run.path), device=self.cfg.MODEL.DEVICE)
         predictor = build_predictor(cfg)
         self._predictor = predictor
-        self.cfg = cfg
+        self._settings = DetectorSettings.from_config(cfg)
+        self._cfg = cfg
         self.model = predictor.model
         return run
 

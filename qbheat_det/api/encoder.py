@@ -1,145 +1,36 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""``Encoder``, and the base class that it shares with ``Detector``."""
+"""``Encoder``, which returns the features of images."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from detectron2.config import CfgNode
 from torch import Tensor, nn
 
-from qbheat_det.checkpoint import local_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.other_names import names_keywords
-from qbheat_det.deployment import DeployedModel
 from qbheat_det.inference.exported import ExportedModel
 from qbheat_det.inference.images import Image, Picture, is_video, open_images
 from qbheat_det.inference.predict import encode
 
-if TYPE_CHECKING:
-    from qbheat_det.export import ExportReport
-
-
-class Trained:
-    """Base class of ``Detector`` and ``Encoder``. It has the methods that write files.
-
-    Attributes:
-        cfg: config of the model, including ``MODEL.WEIGHTS``.
-        model: PyTorch module; None for an exported file.
-    """
-
-    cfg: CfgNode
-    model: nn.Module | None
-    _is_detector = False
-
-    @property
-    def weights(self) -> str:
-        """The file or address of the weights, which is ``MODEL.WEIGHTS``."""
-        return str(self.cfg.MODEL.WEIGHTS)
-
-    @property
-    def weights_file(self) -> Path:
-        """The local file of the weights. An address is downloaded if necessary."""
-        return Path(local_weights(self.weights))
-
-    def __repr__(self) -> str:
-        node = self.cfg.MODEL
-        parts = []
-        if self._is_detector:
-            parts.append(f"{node.META_ARCHITECTURE} on {node.BACKBONE.NAME}")
-            num_classes = len(node.CLASS_NAMES)
-            if num_classes:
-                names = list(node.CLASS_NAMES[:5])
-                if num_classes > 5:
-                    names.append("…")
-                parts.append(f"{num_classes} classes ({', '.join(names)})")
-        else:
-            parts.append(node.BACKBONE.NAME)
-        if self.model is not None:
-            num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-            parts.append(f"{num_parameters / 1e6:.1f} M parameters")
-            parts.append(node.DEVICE)
-        if isinstance(self.model, DeployedModel):
-            parts.append("deployed")
-        parts.append(repr(self.weights))
-        return f"{type(self).__name__}({', '.join(parts)})"
-
-    @names_keywords
-    def export(
-        self,
-        output: str | Path,
-        *,
-        images: Sequence[str | Path] = (),
-        tolerance: float = 1e-4,
-        overwrite: bool = False,
-        image_size: Sequence[int] = (),
-        int8_images: Sequence[str | Path] = (),
-    ) -> "ExportReport":
-        """Writes an ONNX file and compares its outputs with PyTorch (docs/export.md).
-
-        Args:
-            output: the ``.onnx`` file to write.
-            images: files and folders to compare on; by default, images of blood cells in the
-                package.
-            tolerance: largest allowed difference of scores, and of boxes relative to the image
-                size.
-            overwrite: replace an existing file.
-            image_size: (height, width) in pixels, to restrict the file to images of this size.
-            int8_images: files and folders for the calibration of an int8 model. If empty, the model
-                is float32.
-
-        Raises:
-            UserError: the model cannot be exported, or its outputs differ from PyTorch.
-        """
-        from qbheat_det.export import export_model  # takes long to import
-
-        self._require_weights("export")
-        return export_model(
-            self.cfg,
-            Path(output),
-            images=[str(path) for path in images],
-            tolerance=tolerance,
-            overwrite=overwrite,
-            image_size=tuple(image_size),
-            int8_images=[str(path) for path in int8_images],
-        )
-
-    def export_backbone(self, output: str | Path, *, overwrite: bool = False) -> None:
-        """Writes the bare backbone as weights (.safetensors), to use as ``MODEL.WEIGHTS``.
-
-        Raises:
-            UserError: the model is exported, or the file exists or cannot be written.
-        """
-        from qbheat_det.export import export_backbone  # takes long to import
-
-        self._require_weights("export")
-        export_backbone(self.weights, Path(output), overwrite=overwrite)
-
-    def _require_weights(self, verb: str, *, deployed: bool = True) -> None:
-        """Raises a ``UserError`` if the model is exported, or deployed unless this is allowed.
-
-        ``verb`` is what the user wanted to do with the model.
-        """
-        if self.model is None:
-            raise UserError(f"'{self.weights}' is exported: {verb} its weights")
-        if isinstance(self.model, DeployedModel) and not deployed:
-            raise UserError(f"'{self.weights}' is deployed: {verb} its weights")
+from .trained import Trained
 
 
 class Encoder(Trained):
     """A trained backbone for images of any size."""
 
-    def __init__(self, model: nn.Module | ExportedModel, cfg: CfgNode) -> None:
-        """``model`` is a Detectron2 backbone in evaluation mode, or an exported backbone."""
-        self.cfg = cfg
-        self.model = None
-        self._exported = None
+    def __init__(self, model: nn.Module | ExportedModel, cfg: CfgNode | None = None) -> None:
+        """
+        Args:
+            model: a Detectron2 backbone in evaluation mode, or an exported backbone.
+            cfg: config of the model, including ``MODEL.WEIGHTS``; None for an exported backbone.
+        """
         if isinstance(model, ExportedModel):
-            self._exported = model
+            super().__init__(None, exported=model)
         else:
-            self.model = model
+            super().__init__(cfg, model=model)
 
     def __call__(self, images: Picture | Iterable[Picture]) -> dict[str, Tensor]:
         """Returns the outputs by name: feature maps (N, C, H, W) and tokens (N, M, D).

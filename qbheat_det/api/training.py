@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Plans and trains the stages of a run, evaluates and records them, and writes their reports."""
 
+import difflib
 import functools
 import logging
 import shlex
@@ -61,10 +62,12 @@ def choose_folder(output: str | Path | None) -> Path:
     """Returns the folder of a new run, by default ``output/train``, ``train-2`` and so on.
 
     Raises:
-        UserError: the folder has a run.
+        UserError: the folder has a run, or is no path.
     """
     if output is None:
         return _find_free(Path(get_cfg().OUTPUT_DIR))
+    if not isinstance(output, str | Path):
+        raise UserError(f"output must be the path of a folder, not {output!r}")
     if (Path(output) / "config.yaml").exists():
         raise UserError(
             f"'{output}' has a run: choose another folder, or use qbheat train --resume"
@@ -82,19 +85,31 @@ def _find_free(folder: Path) -> Path:
     return path
 
 
+def check_overrides(overrides: object) -> None:
+    """Raises a ``UserError`` if ``overrides`` is no dict."""
+    if not isinstance(overrides, Mapping):
+        raise UserError(
+            f"overrides must be a dict of config keys and values, not {overrides!r}, as in "
+            '{"SOLVER.BASE_LR": 0.005}'
+        )
+
+
 def make_flags(data: Paths, folder: Path, overrides: Mapping[str, Any], **flags: Any) -> RunFlags:
     """Returns the flags of a run in ``folder``. ``overrides`` are values by config key.
 
     Raises:
         UserError: ``flags`` has a name that is not a field of ``RunFlags``, or a wrong value.
     """
+    check_overrides(overrides)
     opts: list[str] = []  # KEY VALUE KEY VALUE …
     for key, value in overrides.items():
         opts += [key, str(value)]
-    known = {field.name for field in fields(RunFlags)}
-    unknown = flags.keys() - known
-    if unknown:
-        raise UserError(f"train() has no argument '{min(unknown)}': use {', '.join(sorted(known))}")
+    known = [field.name for field in fields(RunFlags) if field.name != "opts"]
+    for name in flags:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            advice = f"do you mean {nearest[0]}?" if nearest else "see the fields of RunFlags"
+            raise UserError(f"train() has no argument '{name}': {advice}")
     return RunFlags(data=data, output=str(folder), opts=opts, **flags)
 
 

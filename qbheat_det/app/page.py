@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gradio as gr
 from fastapi import FastAPI
@@ -156,14 +156,22 @@ def build_page(models: Models, pools: Pools, suspects: Sequence[str], folder: Pa
     return page
 
 
-def build_detection(models: Models, folder: Path) -> None:
-    """Adds the widgets that find objects in uploads.
+class _DetectionWidgets(NamedTuple):
+    """What a user enters to find objects, and where the results are shown."""
 
-    ``predict`` runs the model and keeps all boxes. ``show`` draws those that the slider and the
-    list of classes select, without predicting again.
-    """
-    labels = models.list_detectors()
-    results = gr.State([], time_to_live=_LIFETIME)
+    files: gr.File
+    model: gr.Dropdown
+    threshold: gr.Slider
+    classes: gr.Dropdown
+    button: gr.Button
+    status: gr.Markdown
+    gallery: gr.Gallery
+    table: gr.Dataframe
+    download: gr.DownloadButton
+
+
+def _lay_out_detection(labels: Sequence[str]) -> _DetectionWidgets:
+    """Places the widgets: the inputs in the left column, and the results in the right one."""
     with gr.Row():
         with gr.Column(scale=1, min_width=300):
             files = gr.File(
@@ -194,7 +202,20 @@ def build_detection(models: Models, folder: Path) -> None:
             download = gr.DownloadButton(
                 "Download boxes.json (COCO) and pictures", interactive=False
             )
-            outputs = [gallery, table, download]
+    return _DetectionWidgets(
+        files, model, threshold, classes, button, status, gallery, table, download
+    )
+
+
+def build_detection(models: Models, folder: Path) -> None:
+    """Adds the widgets that find objects in uploads.
+
+    ``predict`` runs the model and keeps all boxes. ``show`` draws those that the slider and the
+    list of classes select, without predicting again.
+    """
+    results = gr.State([], time_to_live=_LIFETIME)
+    widgets = _lay_out_detection(models.list_detectors())
+    outputs = [widgets.gallery, widgets.table, widgets.download]
 
     def show(predicted: list[Detections], min_score: float, names: list[str]) -> tuple[Any, ...]:
         """Returns the new values of ``outputs``."""
@@ -223,16 +244,16 @@ def build_detection(models: Models, folder: Path) -> None:
             *show(predicted, min_score, names),
         )
 
-    button.click(
+    widgets.button.click(
         with_messages(predict),
-        [files, model, threshold, classes],
-        [results, status, classes, *outputs],
+        [widgets.files, widgets.model, widgets.threshold, widgets.classes],
+        [results, widgets.status, widgets.classes, *outputs],
         api_visibility="private",
     )
-    for event in (threshold.change, classes.input):
+    for event in (widgets.threshold.change, widgets.classes.input):
         event(
             with_messages(show),
-            [results, threshold, classes],
+            [results, widgets.threshold, widgets.classes],
             outputs,
             trigger_mode="always_last",
             api_visibility="private",

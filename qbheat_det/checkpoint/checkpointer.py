@@ -53,6 +53,7 @@ class SafeCheckpointer(DetectionCheckpointer):
         *,
         class_names: Sequence[str] = (),
         allow_partial: bool = False,
+        is_quiet: bool = False,
         **checkpointables: Any,
     ) -> None:
         """
@@ -61,12 +62,14 @@ class SafeCheckpointer(DetectionCheckpointer):
             save_dir: folder of the checkpoints.
             class_names: the model's classes, in contiguous order; empty if unknown.
             allow_partial: load the tensors that fit, even if some are missing or do not fit.
+            is_quiet: do not log what is loaded.
             checkpointables: other objects to save and load, such as ``trainer``. Each has the
                 methods ``state_dict`` and ``load_state_dict``.
         """
         super().__init__(model, save_dir, **checkpointables)
         self.class_names = tuple(class_names)
         self.allow_partial = allow_partial
+        self.is_quiet = is_quiet
         self.report: LoadReport | None = None
         self.info: WeightsInfo | None = None
         if self.save_dir and self.save_to_disk:  # on the main process only
@@ -222,6 +225,8 @@ class SafeCheckpointer(DetectionCheckpointer):
         model.load_state_dict(state, strict=False)
         self.report = report
         self.info = file.info
+        if self.is_quiet:
+            return
         self.logger.info("Loaded '%s': %s", path, report)
         errors = report.find_errors(new_parts=True)
         if self.allow_partial and errors:

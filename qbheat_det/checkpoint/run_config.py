@@ -10,9 +10,9 @@ import yaml
 from detectron2.config import CfgNode
 
 from qbheat_det.config import get_cfg, get_value, load_config
-from qbheat_det.config.loading import load_yaml
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
+from qbheat_det.core.yaml_text import load_yaml
 
 from .matching import bare_backbone
 from .weights_file import find_weights, info_of, local_weights, read_weights

@@ -27,10 +27,11 @@ from detectron2.utils.file_io import PathManager
 from torch import Tensor
 
 from qbheat_det.config import dump_config
-from qbheat_det.config.loading import TIMM_PREFIX, load_yaml
+from qbheat_det.config.loading import TIMM_PREFIX
 from qbheat_det.core.errors import UserError, refuse_unreadable
 from qbheat_det.core.files import parse_record, write_atomically
 from qbheat_det.core.text import one_line
+from qbheat_det.core.yaml_text import load_yaml
 
 from .detectron2_files import read_detectron2_file
 

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Configuration: the keys that this package adds to Detectron2's, and safe loading of YAML."""
 
-from .defaults import add_qbheat_config, get_cfg
+from .defaults import NETWORK_KEYS, add_qbheat_config, get_cfg
 from .loading import (
     Rules,
     at_least,
@@ -19,6 +19,7 @@ from .missing_keys import configurable, reads_our_keys
 from .pixels import Pixels, warn_of_other_pixels
 
 __all__ = [
+    "NETWORK_KEYS",
     "Pixels",
     "Rules",
     "add_qbheat_config",

@@ -7,6 +7,18 @@ from typing import Any
 from detectron2.config import CfgNode
 from detectron2.config import get_cfg as get_detectron2_cfg
 
+NETWORK_KEYS = (
+    "MODEL.META_ARCHITECTURE",
+    "MODEL.BACKBONE.NAME",
+    "MODEL.MOBILE_FORMER.VARIANT",
+    "MODEL.FPN.BOTTOM_UP",
+    "MODEL.FPN.OUT_CHANNELS",
+    "MODEL.FPN.SEPARABLE",
+    "MODEL.RETINANET.SEPARABLE_HEAD.ENABLED",
+    "MODEL.RETINANET.SEPARABLE_HEAD.SHARES_TOWER",
+)
+"""Keys of the network. The weights of one config do not fit another config with other values."""
+
 _KEYS: dict[str, dict[str, Any]] = {
     "MODEL": {
         # The classes that the model predicts. Training sets both lists from the data.

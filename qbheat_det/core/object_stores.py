@@ -9,10 +9,8 @@ import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 
-from detectron2.utils.file_io import PathManager
-from iopath.common.file_io import PathHandler
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from .errors import UserError
@@ -25,21 +23,6 @@ _MARKS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "
 
 PREFIXES = ("s3://", "gs://", "gcs://", "az://", "abfs://", "memory://")
 """Addresses that Detectron2's path manager opens with fsspec."""
-
-
-class ObjectStores(PathHandler):
-    """Opens addresses for Detectron2's path manager, which opens all images."""
-
-    def _get_supported_prefixes(self) -> list[str]:
-        return list(PREFIXES)
-
-    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
-        filesystem, name = open_store(path)
-        return filesystem.open(name, mode)
-
-    def _exists(self, path: str, **kwargs: Any) -> bool:
-        filesystem, name = open_store(path)
-        return bool(filesystem.exists(name))
 
 
 def is_remote(path: object) -> bool:
@@ -196,6 +179,3 @@ def _move(path: Path, target: Path) -> None:
         shutil.rmtree(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     os.replace(path, target)
-
-
-PathManager.register_handler(ObjectStores())

@@ -71,6 +71,7 @@ KEYWORDS = {
         "project": "output",
         "name": "output",
         "model": "weights",
+        "opts": 'overrides={"KEY": value}',
     },
     "evaluate": {"device": "load(weights, device=…)", "source": "data"},
     "export": {"format": "the suffix of output: .onnx", "imgsz": "image_size"},

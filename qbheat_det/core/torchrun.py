@@ -3,11 +3,10 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from detectron2.engine.launch import DEFAULT_TIMEOUT
 from detectron2.utils import comm
@@ -18,19 +17,10 @@ from .errors import UserError, is_lost_peer
 from .termination import Interrupted
 
 R = TypeVar("R")
-T = TypeVar("T")
 
-# Environment variables that torchrun sets in each process.
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True" if processes use torchrun's own store
 _JOIN_TIMEOUT = timedelta(minutes=5)  # until all processes have joined
-_SHARING_TIMEOUT = timedelta(days=7)  # processes with little work wait for the others
-
-
-def is_torchrun() -> bool:
-    """Whether torchrun has started this process."""
-    return all(name in os.environ for name in _RANK_VARIABLES)
 
 
 def run_as_rank(
@@ -100,41 +90,3 @@ def run_as_rank(
         raise SystemExit(2) from None
     dist.destroy_process_group()
     return result
-
-
-def run_sharing_files(main: Callable[[], R]) -> R:
-    """Calls ``main()`` in each process of torchrun, or once without torchrun.
-
-    In ``main``, each process takes its ``share`` of a list and ``collect``s all results. Processes
-    exchange nothing else, so GPUs need no NCCL. If there are GPUs, each process has one.
-    """
-    if not is_torchrun():
-        return main()
-
-    def choose_backend() -> str:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        return "gloo"
-
-    return run_as_rank(main, choose_backend, timeout=_SHARING_TIMEOUT)
-
-
-def share(items: Sequence[T]) -> list[T]:
-    """Returns the items of this process: every P-th one of P processes.
-
-    The items are those of the first process, because a folder may change while it is listed.
-    """
-    if comm.get_world_size() > 1:
-        items = comm.all_gather(items)[0]
-    return list(items[comm.get_rank() :: comm.get_world_size()])
-
-
-def collect(results: Sequence[R]) -> list[R]:
-    """Returns the results of all processes in the first process, and an empty list in the others.
-
-    ``results`` has one result for each item of ``share``. The returned list has the order of the
-    items before they were shared.
-    """
-    shares = comm.gather(results)
-    total = sum(len(one) for one in shares)
-    return [shares[index % len(shares)][index // len(shares)] for index in range(total)]

@@ -18,7 +18,6 @@ from .datasets.image_folder import (
     load_image_folders,
     register_image_folders,
 )
-from .datasets.image_suffixes import IMAGE_SUFFIXES
 from .datasets.joining import (
     check_class_map,
     join_annotations,
@@ -45,7 +44,7 @@ from .datasets.splits import (
     split_source,
 )
 from .image_batches import ImageBatches
-from .images import IMAGE_FORMATS, find_image_errors, match_image_errors
+from .images import find_image_errors, match_image_errors
 from .loader import TrainStream, build_train_stream, cut, fingerprint_records
 from .mappers import (
     FixedViews,
@@ -62,8 +61,6 @@ __all__ = [
     "ANNOTATED_IDS",
     "CLASSES",
     "IMAGES",
-    "IMAGE_FORMATS",
-    "IMAGE_SUFFIXES",
     "LEFT_OUT_FILE",
     "SEEN_FILE",
     "SPLIT_FILE",

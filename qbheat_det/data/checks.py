@@ -10,6 +10,7 @@ from typing import Any, Literal
 from detectron2.structures import BoxMode
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.image_files import find_elongation
 from qbheat_det.core.text import join_first
 from qbheat_det.modeling.contracts import ANNOTATED_CLASSES
 
@@ -131,19 +132,6 @@ def find_record_errors(
         reason = "DATALOADER.FILTER_EMPTY_ANNOTATIONS leaves out all images, because none has a box"
         errors.append(DataError("no boxes", f"dataset '{name}'", reason))
     return errors
-
-
-def find_elongation(sides: Sequence[int], longest: float) -> str | None:
-    """Returns an error if an image's shorter side would be below one pixel after resizing, or None.
-
-    Args:
-        sides: height and width of the image in pixels, in any order.
-        longest: length in pixels to which the longer side is resized.
-    """
-    shorter, longer = sorted(sides)
-    if shorter * longest >= longer:  # the resized shorter side is shorter * longest / longer
-        return None
-    return f"{longer} x {shorter} pixels is too elongated to be resized"
 
 
 def _find_object_errors(

@@ -10,8 +10,6 @@ they are wrong, or if the file has another format, the file is decoded as in tra
 
 import errno
 import os
-import re
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -21,13 +19,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from detectron2.data.detection_utils import _apply_exif_orientation, convert_PIL_to_numpy
-from detectron2.utils.file_io import PathManager
+from detectron2.data.detection_utils import convert_PIL_to_numpy
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.io import ImageReadMode
 from tqdm import tqdm
 
+from qbheat_det.core.image_files import (
+    END_OF_JPEG,
+    Size,
+    find_orientation,
+    find_upright_size,
+    open_in_format,
+    open_regular,
+    open_stream,
+    refuse_many_scans,
+    turn_upright,
+)
 from qbheat_det.core.text import one_line
 
 from .checks import DataError
@@ -38,24 +46,8 @@ S = TypeVar("S")
 Box = tuple[int, int, int, int]
 """(left, top, right, bottom) in pixels of the upright image, with right and bottom excluded."""
 
-Size = tuple[int, int]
-"""(width, height) in pixels."""
-
-_ORIENTATION = 0x0112  # EXIF tag; its values from 5 on swap width and height
-
-# The allowed formats. The content of a file decides, not its suffix. (Pillow opens MPO as JPEG.)
-# Other formats are unsafe: for EPS, Pillow would start another program.
-IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
 REDUCTIONS: tuple[int, ...] = (8, 4, 2)  # factors by which JPEGs are scaled down in decoding
 _CHUNK = 32  # number of items that a thread processes as one task
-MAX_SCANS = 50
-"""Largest number of scans of a JPEG. Each one takes as long as a whole image. Usual files have at
-most 12, and a small file with thousands would take minutes."""
-_END_OF_JPEG = b"\xff\xd9"
-_START_OF_SCAN = b"\xff\xda"
-# Within the data of a scan, 0 follows each byte ff, and the markers d0 to d7 divide the data.
-_MARKERS_WITHOUT_LENGTH = (b"\xff\x01", b"\xff\xd8")
-_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 _RGB = ImageReadMode.RGB.value
 # Errors of the process, such as too many open files, which say nothing about a file.
 _PROCESS_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -127,47 +119,14 @@ class ImageFile:
         return pixels[top:bottom, left:right]
 
 
-def open_regular(path: str) -> BinaryIO:
-    """Opens a file with Detectron2's path manager, so its path may be an address.
-
-    Raises an ``OSError`` for a pipe or a device, such as ``/dev/stdin``, which may never end.
-    """
-    mode = 0  # of an address, and of a file that is not there
-    with suppress(OSError, ValueError):
-        mode = os.stat(path).st_mode
-    if mode and not stat.S_ISREG(mode):
-        raise OSError(f"'{path}' is not a regular file")
-    return PathManager.open(path, "rb")
-
-
 @contextmanager
 def open_image(path: str) -> Iterator[ImageFile]:
     """Context that opens an image file, in one of ``IMAGE_FORMATS``, and reads its header.
 
     Raises an ``UnidentifiedImageError`` for other files. Broken files raise exceptions of any type.
     """
-    with open_regular(path) as file, _open_stream(file) as image:
+    with open_regular(path) as file, open_stream(file) as image:
         yield ImageFile(file, image)
-
-
-@contextmanager
-def open_in_format(path: str) -> Iterator[Image.Image]:
-    """Context that opens an image file with Pillow, in one of ``IMAGE_FORMATS``.
-
-    Other formats may run programs, such as Ghostscript for EPS. Raises an
-    ``UnidentifiedImageError`` for them.
-    """
-    with open_regular(path) as file, _open_stream(file) as image:
-        yield image
-
-
-def _open_stream(file: BinaryIO) -> Image.Image:
-    try:
-        return Image.open(file, formats=IMAGE_FORMATS)
-    except UnidentifiedImageError:  # Pillow's message is about the open stream
-        raise UnidentifiedImageError(
-            f"not an image in one of the formats {', '.join(IMAGE_FORMATS)}"
-        ) from None
 
 
 def resize(pixels: Tensor, height: int, width: int) -> Tensor:
@@ -176,67 +135,6 @@ def resize(pixels: Tensor, height: int, width: int) -> Tensor:
     # channels-last memory format, as here. The results differ by rounding.
     planes = pixels[None].permute(0, 3, 1, 2)  # (1, 3, h, w)
     return F.interpolate(planes, (height, width), mode="bilinear", antialias=True)[0]
-
-
-def find_orientation(image: Image.Image) -> int:
-    """Returns the EXIF orientation, or 1 (upright) if it is invalid, as in Detectron2."""
-    try:
-        orientation: Any = image.getexif().get(_ORIENTATION)
-    except Exception:
-        return 1
-    if orientation not in range(1, 9):
-        return 1
-    return int(orientation)
-
-
-def find_upright_size(image: Image.Image) -> Size:
-    """Returns (width, height) of an image after its EXIF orientation is applied."""
-    width, height = image.size
-    if find_orientation(image) >= 5:  # turned by 90 degrees
-        return height, width
-    return width, height
-
-
-def turn_upright(image: Image.Image) -> Image.Image:
-    """Decodes an image and applies its EXIF orientation exactly once.
-
-    Pillow turns a TIFF itself while it decodes it, and then deletes its orientation. Detectron2
-    looks up the orientation before that, so it turns a TIFF twice. Raises a ``ValueError`` for a
-    JPEG with more than ``MAX_SCANS`` scans.
-    """
-    refuse_many_scans(image)
-    image.load()
-    return _apply_exif_orientation(image)
-
-
-def refuse_many_scans(image: Image.Image) -> None:
-    """Raises a ``ValueError`` if a JPEG that is not decoded yet has too many scans."""
-    file = getattr(image, "fp", None)  # None if the image is decoded
-    if image.format not in ("JPEG", "MPO") or file is None or file.closed:
-        return
-    position = file.tell()
-    file.seek(0)
-    content = file.read()
-    file.seek(position)
-    # Counting bytes is fast. Thumbnails, or a video after the image, have such bytes too.
-    if content.count(_START_OF_SCAN) > MAX_SCANS and _count_scans(content) > MAX_SCANS:
-        raise ValueError(f"a JPEG with more than {MAX_SCANS} scans")
-
-
-def _count_scans(content: bytes) -> int:
-    """Counts the scans of a JPEG up to its end marker."""
-    num_scans = 0
-    position = 2
-    while True:
-        found = _MARKER.search(content, position)
-        if found is None or found[0] == _END_OF_JPEG:
-            return num_scans
-        marker = found[0]
-        position = found.end()
-        if marker == _START_OF_SCAN:
-            num_scans += 1
-        if marker not in _MARKERS_WITHOUT_LENGTH:
-            position += int.from_bytes(content[position : position + 2], "big")
 
 
 def read_image(path: str, format: str | None = None) -> npt.NDArray[Any]:
@@ -372,7 +270,7 @@ def _is_whole_jpeg(file: BinaryIO, record: dict[str, Any]) -> bool:
     except Exception:  # decoders raise many types on broken files
         return False
     has_size = (record.get("width", width), record.get("height", height)) == (width, height)
-    return has_size and last_bytes == _END_OF_JPEG
+    return has_size and last_bytes == END_OF_JPEG
 
 
 def _find_decoding_error(path: str, record: dict[str, Any], where: str) -> DataError | None:

@@ -21,10 +21,11 @@ from torch.nn import functional as F
 from torchvision.transforms import RandomErasing, v2
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.image_files import find_elongation
 from qbheat_det.core.text import one_line
 from qbheat_det.modeling.contracts import STRONG
 
-from .checks import DataError, find_elongation, join_messages
+from .checks import DataError, join_messages
 from .images import check_depth, read_image, run_threads
 from .mappers import Mapper
 from .mappers.crops import BLUR_SIGMA, JITTER, ColourChange

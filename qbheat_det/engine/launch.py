@@ -15,7 +15,8 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError, find_user_message
-from qbheat_det.core.torchrun import is_torchrun, run_as_rank
+from qbheat_det.core.sharing import is_torchrun
+from qbheat_det.core.torchrun import run_as_rank
 from qbheat_det.modeling.contracts import get_backbone, get_in_features
 
 from .run_config import as_opts

@@ -14,7 +14,8 @@ from detectron2.config import CfgNode
 from detectron2.modeling import META_ARCH_REGISTRY
 from torch import nn
 
-from qbheat_det.checkpoint import SafeCheckpointer, check_weights_file, info_of
+from qbheat_det.checkpoint import SafeCheckpointer, WeightsInfo, check_weights_file, info_of
+from qbheat_det.config import NETWORK_KEYS, get_value
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import hash_file
 from qbheat_det.core.text import join_first
@@ -27,8 +28,8 @@ def find_kept_classes(flags: RunFlags, cfg: CfgNode) -> tuple[str, ...]:
     """Returns the classes of the weights that ``--keep-classes`` keeps; empty without the flag.
 
     Raises:
-        UserError: there are no weights of a detector with named classes, or the detector is of
-            another architecture than the config's, or cannot keep classes.
+        UserError: there are no weights of a detector with named classes, or the config builds
+            another network, or one that cannot keep classes.
     """
     if "MODEL.KEEP_CLASSES.NUM" in flags.overrides:
         raise UserError("MODEL.KEEP_CLASSES.NUM follows from --keep-classes: leave it out")
@@ -48,19 +49,27 @@ def find_kept_classes(flags: RunFlags, cfg: CfgNode) -> tuple[str, ...]:
     twice = sorted({name for name in info.class_names if info.class_names.count(name) > 1})
     if twice:
         raise UserError(f"--keep-classes: '{weights}' has two classes '{twice[0]}'")
+    _check_network(weights, info, cfg)
     architecture = cfg.MODEL.META_ARCHITECTURE
-    trained = info.value_of("MODEL.META_ARCHITECTURE")
-    if trained != architecture:
-        raise UserError(
-            f"--keep-classes: '{weights}' is a {trained}, but --config-file builds a "
-            f"{architecture}: leave out --config-file"
-        )
     if not issubclass(META_ARCH_REGISTRY.get(architecture), SupportsKeptClasses):
         raise UserError(
             f"--keep-classes: {architecture} cannot keep classes; RetinaNet, FCOS and MF-DETR can. "
             "Label the old classes in the new images instead"
         )
     return info.class_names
+
+
+def _check_network(weights: str, info: WeightsInfo, cfg: CfgNode) -> None:
+    """Checks that the config builds the network of the weights."""
+    for key in NETWORK_KEYS:
+        of_weights = info.value_of(key)
+        of_config = get_value(cfg, key)
+        if of_weights is not None and of_weights != of_config:
+            raise UserError(
+                f"--keep-classes: '{weights}' has {key} {of_weights}, but the config has "
+                f"{of_config}: leave out --config-file and --size, or name a config of the same "
+                "network"
+            )
 
 
 def check_new_classes(kept: Sequence[str], of_data: Sequence[str]) -> None:
@@ -98,7 +107,9 @@ class OldDetector:
 
     def load(self, weights: str, class_names: Sequence[str]) -> None:
         """Loads the old detector from ``weights``. ``class_names`` are those of the model."""
-        SafeCheckpointer(self._model, class_names=class_names).load(weights, checkpointables=[])
+        # The start of a run has logged the same for the model itself.
+        checkpointer = SafeCheckpointer(self._model, class_names=class_names, is_quiet=True)
+        checkpointer.load(weights, checkpointables=[])
         self.digest = hash_file(check_weights_file(weights))
 
     def load_again(self, weights: str, class_names: Sequence[str]) -> None:

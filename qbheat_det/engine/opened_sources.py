@@ -15,6 +15,7 @@ from qbheat_det.data import (
     DataSource,
     Source,
     check_class_map,
+    fingerprint_images,
     join_annotations,
     join_class_names,
     note_spellings,
@@ -55,6 +56,12 @@ class OpenedSource:
     def accounts(self) -> dict[str, Account]:
         """The account of each data set by its path."""
         return {opened.source.path: opened.account for opened in self.members or (self,)}
+
+    def list_paths(self) -> list[str]:
+        """Returns the paths of the images of a source with boxes."""
+        assert self.annotations
+        root = self.annotations.image_root
+        return [os.path.join(root, image["file_name"]) for image in self.annotations.images]
 
     def without_labels(self) -> "OpenedSource":
         """Returns the images alone."""
@@ -170,6 +177,36 @@ def find_unvalidated(flags: RunFlags, sources: Sources) -> tuple[OpenedSource, .
     )
 
 
+def find_images_of_both_parts(flags: RunFlags, sources: Sources) -> dict[str, frozenset[str]]:
+    """Returns the training images that are validation images too, if there are several data sets.
+
+    They are used for validation only, as those of one data set are. Images are compared by the
+    content of their files, because copies of an image may have other names in other data sets. A
+    note in the account of each data set tells their number. Validation images that a flag names
+    are not compared.
+
+    Returns:
+        The paths of these images, by the path of their data set.
+    """
+    is_own_val = not (flags.val or flags.val_images)
+    if not is_own_val or len(flags.data_sets) < 2 or "val" not in sources:
+        return {}
+    val_paths = [path for opened in sources["val"] for path in opened.list_paths()]
+    val_prints = frozenset(fingerprint_images(val_paths).values())
+    in_both: dict[str, frozenset[str]] = {}
+    for opened in sources["train"]:
+        prints = fingerprint_images(opened.list_paths())
+        paths = frozenset(path for path, print_ in prints.items() if print_ in val_prints)
+        if paths:
+            in_both[opened.source.path] = paths
+            note = (
+                f"{len(paths):,} training images of '{opened.source.path}' are validation images "
+                "of a data set too, and are used for validation only"
+            )
+            _add_notes(opened.account, [note])
+    return in_both
+
+
 def join_roles(
     flags: RunFlags,
     sources: Sources,
@@ -194,10 +231,11 @@ def join_roles(
     names_of_sets = [opened.class_names for opened in training_sets]
     class_names = join_class_names(names_of_sets, class_map)
     origin = " + ".join(opened.source.path for opened in training_sets)
-    _add_notes(members[0].account, note_spellings(class_names, origin))
     if kept:
         check_new_classes(kept, class_names)
         class_names = list(dict.fromkeys([*kept, *class_names]))
+        origin = f"{origin}, with the kept classes"
+    _add_notes(members[0].account, note_spellings(class_names, origin))
     if set(class_names) <= set(of_weights):
         class_names = list(of_weights)
     return {role: join_sources(opened, class_names, class_map) for role, opened in sources.items()}
@@ -225,5 +263,5 @@ def join_sources(
 
 
 def _add_notes(account: Account, notes: Sequence[str]) -> None:
-    """Adds notes about several data sets to the account of the first one."""
+    """Adds notes about several data sets to an account, usually that of the first one."""
     account.notes += [note for note in notes if note not in account.notes]

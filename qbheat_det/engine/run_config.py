@@ -17,6 +17,7 @@ from qbheat_det.checkpoint import (
     load_run_config,
 )
 from qbheat_det.config import (
+    NETWORK_KEYS,
     Rules,
     at_least,
     check_values,
@@ -56,16 +57,6 @@ _NOT_SHARED = (
     "MODEL.BACKBONE.FREEZE_AT",
     "MODEL.CACHE_FEATURES.ENABLED",
     "MODEL.SEMI.",
-)
-# Keys that must be equal in both stages, so that the weights fit.
-_EQUAL = (
-    "MODEL.META_ARCHITECTURE",
-    "MODEL.BACKBONE.NAME",
-    "MODEL.FPN.BOTTOM_UP",
-    "MODEL.FPN.OUT_CHANNELS",
-    "MODEL.FPN.SEPARABLE",
-    "MODEL.RETINANET.SEPARABLE_HEAD.ENABLED",
-    "MODEL.RETINANET.SEPARABLE_HEAD.SHARES_TOWER",
 )
 
 
@@ -237,7 +228,7 @@ def _load_first_stage(cfg: CfgNode, overrides: Mapping[str, str]) -> CfgNode:
             f"{name} trains on {find_task(first).learns_from}, but the run on "
             f"{find_task(cfg).learns_from}"
         )
-    for key in _EQUAL:
+    for key in NETWORK_KEYS:
         if get_value(first, key) != get_value(cfg, key):
             raise UserError(
                 f"{name} has {key} {get_value(first, key)}, but the run has {get_value(cfg, key)}"

@@ -24,6 +24,7 @@ from detectron2.utils import comm
 from qbheat_det.checkpoint import class_names_of
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
+from qbheat_det.core.image_files import find_elongation
 from qbheat_det.data import (
     LEFT_OUT_FILE,
     SEEN_FILE,
@@ -50,7 +51,6 @@ from qbheat_det.data import (
     register_source,
     split_source,
 )
-from qbheat_det.data.checks import find_elongation
 from qbheat_det.data.datasets.sources import forget_source
 from qbheat_det.evaluation import count_most_objects
 from qbheat_det.modeling.contracts import ANNOTATED_CLASSES, learns_partial_labels
@@ -61,6 +61,7 @@ from .opened_sources import (
     Role,
     Sources,
     check_folders,
+    find_images_of_both_parts,
     find_unvalidated,
     join_roles,
     join_sources,
@@ -311,12 +312,24 @@ def prepare_data(flags: RunFlags, sources: Sources, drafts: Sequence[Draft]) -> 
             used = _choose_classes(first.cfg, flags, used)
         _check_sources(list(used.values()), drafts)
     split: Split | None = None
-    if unvalidated and flags.eval_only:
-        used, split = _use_split_of_weights(first, flags, used)
-    elif unvalidated and _holds_out(first.cfg, flags, task):
+    if not flags.eval_only and not _holds_out(first.cfg, flags, task):
+        unvalidated = ()
+    in_both: Mapping[str, frozenset[str]] = {}
+    if task.uses_boxes and "DATASETS.TEST" not in flags.overrides:
+        in_both = find_images_of_both_parts(flags, sources)
+    # The training parts with images of both sides.
+    divided = list(unvalidated)
+    for opened in sources.get("train", ()):
+        is_divided = any(opened is one for one in unvalidated)
+        if opened.source.path in in_both and not is_divided:
+            divided.append(opened)
+    if divided and flags.eval_only:
+        used, split = _use_split_of_weights(first, flags, used, divided)
+    elif divided:
         folder = Path(last.cfg.OUTPUT_DIR)
-        split = _read_or_make_split(first, folder, flags, used, unvalidated, seen)
-        used = _divide(used, unvalidated, (folder / SPLIT_FILE).absolute())
+        left_out = frozenset().union(*in_both.values())
+        split = _read_or_make_split(first, folder, flags, used, unvalidated, seen, left_out)
+        used = _divide(used, divided, (folder / SPLIT_FILE).absolute())
 
     given: dict[Role, DataSet] = {}
     for role, opened in used.items():
@@ -563,35 +576,48 @@ def _list_paths(flags: RunFlags) -> list[str]:
 
 
 def _use_split_of_weights(
-    draft: Draft, flags: RunFlags, used: dict[Role, OpenedSource]
+    draft: Draft,
+    flags: RunFlags,
+    used: dict[Role, OpenedSource],
+    divided: Sequence[OpenedSource],
 ) -> tuple[dict[Role, OpenedSource], Split | None]:
     """Evaluates only images that the training of the weights held out, if it divided --data.
 
-    Returns the sources and the split; the same sources and None if there is no such split.
+    ``divided`` are the data sets that it divided. Returns the sources and the split; the same
+    sources and None if there is no such split.
     """
     split_file = _find_split_of_weights(draft, flags)
     if split_file is None:
         return used, None
     split = read_split(split_file)
     logger.info(f"Evaluating on images of the {len(split['val']):,} that '{split_file}' holds out")
-    return {"val": used["val"].with_split(split_file, "val")}, split
+    return {"val": _add_members(used["val"], divided).with_split(split_file, "val")}, split
+
+
+def _add_members(joined: OpenedSource, added: Sequence[OpenedSource]) -> OpenedSource:
+    """Joins more data sets to several that are joined, unless they are among these."""
+    known = {opened.source for opened in joined.members}
+    new = [opened for opened in added if opened.source not in known]
+    if not joined.members or not new:
+        return joined
+    members = (*joined.members, *new)
+    return join_sources(members, joined.class_names, dict(joined.source.renamed))
 
 
 def _divide(
-    used: Mapping[Role, OpenedSource], unvalidated: Sequence[OpenedSource], split_file: Path
+    used: Mapping[Role, OpenedSource], divided: Sequence[OpenedSource], split_file: Path
 ) -> dict[Role, OpenedSource]:
     """Returns the training and the validation images of a split.
 
     Args:
         used: the training data, and validation data if some of several data sets have them.
-        unvalidated: the data sets that are divided.
+        divided: the data sets whose training parts have images of both sides.
         split_file: path of the ``split.json`` with the paths or names of all images.
     """
     train = used["train"]
     evaluated = train
     if "val" in used:
-        members = (*used["val"].members, *unvalidated)
-        evaluated = join_sources(members, train.class_names, dict(train.source.renamed))
+        evaluated = _add_members(used["val"], divided)
     return {
         "train": train.with_split(split_file, "train"),
         "val": evaluated.with_split(split_file, "val"),
@@ -612,6 +638,7 @@ def _read_or_make_split(
     used: Mapping[Role, OpenedSource],
     unvalidated: Sequence[OpenedSource],
     seen: SeenImages,
+    in_both: frozenset[str],
 ) -> Split:
     """Returns the split of a resumed run, or makes a new one.
 
@@ -622,8 +649,9 @@ def _read_or_make_split(
         folder: ``OUTPUT_DIR`` of the run.
         flags: flags of the run.
         used: the training data, and validation data if some of several data sets have them.
-        unvalidated: the data sets to divide.
+        unvalidated: the data sets of which a share is held out.
         seen: images that the initial weights have seen, which keep their side.
+        in_both: paths of training images that are in a validation part too.
     """
     if draft.start.resume:
         for file in (folder / SPLIT_FILE, folder / FIRST_STAGE_FOLDER / SPLIT_FILE):
@@ -634,30 +662,34 @@ def _read_or_make_split(
     if "val" in used:
         divided = {member.source.path for member in unvalidated}
         own = [member for member in opened.members if member.source.path not in divided]
-        own_train = [path for member in own for path in _list_paths_of(member)]
-        own_val = _list_paths_of(used["val"])
+        own_train = [path for member in own for path in member.list_paths()]
+        own_val = used["val"].list_paths()
         seen = seen.extend(
             fingerprint_images(own_train).values(), fingerprint_images(own_val).values()
         )
-    split = split_source(
-        opened.source,
-        opened.annotations,
-        fraction=draft.cfg.DATASETS.VAL_FRACTION,
-        seed=max(draft.cfg.SEED, 0),
-        seen=seen,
-        has_val=bool(own_val),
-    )
+    if not unvalidated:
+        split: dict[str, Any] = {"train": opened.list_paths(), "val": []}
+    else:
+        split = split_source(
+            opened.source,
+            opened.annotations,
+            fraction=draft.cfg.DATASETS.VAL_FRACTION,
+            seed=max(draft.cfg.SEED, 0),
+            seen=seen,
+            has_val=bool(own_val),
+        )
+    train = [path for path in split["train"] if path not in in_both]
+    held_out = [path for path in split["val"] if path not in in_both]
+    if not train:
+        raise UserError(
+            "all training images of --data are validation images of another data set: name the "
+            "validation images with --val"
+        )
     paths = _list_paths(flags)
     data = paths[0] if len(paths) == 1 else paths
-    num_held_out = len(split["val"])  # without the images of validation parts
-    return {"data": data, "num_held_out": num_held_out, **split, "val": [*split["val"], *own_val]}
-
-
-def _list_paths_of(opened: OpenedSource) -> list[str]:
-    """Returns the paths of the images of a source with boxes."""
-    assert opened.annotations
-    root = opened.annotations.image_root
-    return [os.path.join(root, image["file_name"]) for image in opened.annotations.images]
+    num_held_out = len(held_out)  # without the images of validation parts
+    sides = {"train": train, "val": [*held_out, *own_val]}
+    return {"data": data, "num_held_out": num_held_out, **split, **sides}
 
 
 def _register(opened: OpenedSource, name: str, split: Split | None) -> DataSet:

@@ -3,6 +3,7 @@
 
 import argparse
 import math
+import numbers
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -24,6 +25,12 @@ _KEYS = {
     "freeze": "MODEL.BACKBONE.FREEZE_AT",
     "max_left_out": "DATASETS.MAX_LEFT_OUT",
 }
+# Fields by the type of their values.
+_PATHS = ("data", "images", "val", "val_images", "unlabelled")
+_TEXTS = ("config_file", "size", "weights", "output", "device")
+_SWITCHES = ("resume", "eval_only", "freeze", "allow_partial", "keep_classes")
+_POSITIVE = ("epochs", "minutes", "batch", "image_size")
+_WHOLE = ("batch", "image_size", "tile")
 SIZES = ("s", "m", "l")
 """Values of ``--size``."""
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -77,8 +84,8 @@ class RunFlags:
         opts: config overrides, as alternating keys and values.
 
     Raises:
-        UserError: a number is not above 0, ``size`` is unknown, or two flags, or a flag and an
-            override, set the same value.
+        UserError: a value has a wrong type, a number is not above 0, ``size`` is unknown, or two
+            flags, or a flag and an override, set the same value.
     """
 
     config_file: str = ""
@@ -106,11 +113,7 @@ class RunFlags:
     opts: Sequence[object] = ()
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "minutes", "batch"):
-            number = getattr(self, name)
-            is_number = isinstance(number, int | float)
-            if number is not None and not (is_number and 0 < number < math.inf):
-                raise UserError(f"--{name} must be a number above 0, not {number!r}")
+        self._check_types()
         if self.size and self.size not in SIZES:
             raise UserError(f"--size must be {', '.join(SIZES)}, not {self.size!r}")
         if self.size and self.config_file:
@@ -118,6 +121,30 @@ class RunFlags:
         for name, key in _KEYS.items():
             if self._is_given(name) and key in self.opts[::2]:
                 raise UserError(f"{spell(name)} and {key} set the same value: leave one out")
+
+    def _check_types(self) -> None:
+        """Refuses values of wrong types, such as strings for numbers, and numbers out of range."""
+        for name in _PATHS:
+            value = getattr(self, name)
+            if value is not None and not _are_paths(value):
+                raise UserError(f"{spell(name)} must be a path or a list of paths, not {value!r}")
+        for name in _TEXTS:
+            value = getattr(self, name)
+            if not isinstance(value, str | os.PathLike):
+                raise UserError(f"{spell(name)} must be a string, not {value!r}")
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise UserError(f"{spell(name)} must be True or False, not {value!r}")
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 < value < math.inf):
+                raise UserError(f"{spell(name)} must be a number above 0, not {value!r}")
+        for name in _WHOLE:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, numbers.Integral):
+                raise UserError(f"{spell(name)} must be a whole number, not {value!r}")
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> "RunFlags":
@@ -192,6 +219,15 @@ class RunFlags:
 def spell(flag: str) -> str:
     """Returns an attribute of ``RunFlags`` as it is written on the command line."""
     return f"--{flag.replace('_', '-')}"
+
+
+def _are_paths(given: object) -> bool:
+    """Whether a value is a path, or a list of paths."""
+    if isinstance(given, str | os.PathLike):
+        return True
+    if not isinstance(given, Sequence):
+        return False
+    return all(isinstance(path, str | os.PathLike) for path in given)
 
 
 def _list_paths(given: Paths) -> list[str]:

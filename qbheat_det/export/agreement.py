@@ -22,7 +22,7 @@ from PIL.Image import fromarray as to_pillow
 from scipy.optimize import linear_sum_assignment
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.inference.exported import ExportedModel, Images, Outputs, Task, to_instances
+from qbheat_det.inference.exported import ExportedModel, Images, Outputs, Task, split_detections
 
 logger = logging.getLogger(__name__)
 BATCH_SIZES = (1, 2, 8)
@@ -278,12 +278,12 @@ def compare_detections(
     """
     height, width = size
     longer_side = max(size)
-    ours = to_instances(got, (height, width))[0]  # A detections
-    theirs = to_instances(expected, (height, width))[0]  # B detections
-    our_boxes = ours.pred_boxes.tensor.double().numpy()  # (A, 4)
-    their_boxes = theirs.pred_boxes.tensor.double().numpy()  # (B, 4)
-    our_scores = ours.scores.double().numpy()  # (A,)
-    their_scores = theirs.scores.double().numpy()  # (B,)
+    ours = split_detections(got, (height, width))[0]  # A detections
+    theirs = split_detections(expected, (height, width))[0]  # B detections
+    our_boxes = ours.pred_boxes.astype(np.float64)  # (A, 4)
+    their_boxes = theirs.pred_boxes.astype(np.float64)  # (B, 4)
+    our_scores = ours.scores.astype(np.float64)  # (A,)
+    their_scores = theirs.scores.astype(np.float64)  # (B,)
     for values in (our_boxes, their_boxes, our_scores, their_scores):
         if not np.isfinite(values).all():
             row.score = np.inf
@@ -292,7 +292,7 @@ def compare_detections(
     # Differences between all pairs of detections, (A, B) each.
     box_gap = np.abs(our_boxes[:, None] - their_boxes[None]).max(axis=2, initial=0.0)
     score_gap = np.abs(our_scores[:, None] - their_scores[None])
-    is_other_class = ours.pred_classes.numpy()[:, None] != theirs.pred_classes.numpy()[None]
+    is_other_class = ours.pred_classes[:, None] != theirs.pred_classes[None]
     max_gap = max(10 * tolerance, 0.01)  # detections that differ more are not the same
     is_too_far = np.maximum(score_gap, box_gap / longer_side) > max_gap
     cannot_match = is_other_class | is_too_far

@@ -22,8 +22,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import PIL.Image
 
-from qbheat_det.data import IMAGE_FORMATS
-from qbheat_det.data.images import open_in_format, turn_upright
+from qbheat_det.core.image_files import IMAGE_FORMATS, open_in_format, turn_upright
 
 from .images import (
     Image,

@@ -9,14 +9,18 @@ import colorsys
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import cv2
 import numpy as np
 import numpy.typing as npt
 import PIL.Image
 import PIL.ImageDraw
 import PIL.ImageFont
-from detectron2.structures import BitMasks, Instances, PolygonMasks
+
+from .array_instances import ArrayInstances
+
+if TYPE_CHECKING:  # an exported file runs without Detectron2
+    from detectron2.structures import Instances
 
 RGBImage = npt.NDArray[np.uint8]
 """(H, W, 3)."""
@@ -34,34 +38,60 @@ def get_class_color(index: int) -> Color:
     return round(255 * red), round(255 * green), round(255 * blue)
 
 
-def draw_instances(image: RGBImage, instances: Instances, class_names: Sequence[str]) -> RGBImage:
+def draw_instances(
+    image: RGBImage, instances: "Instances | ArrayInstances", class_names: Sequence[str]
+) -> RGBImage:
     """Draws boxes with class names, and masks and scores if there are any, on a copy of an image.
 
     ``instances`` are predictions (``pred_boxes``) or ground truth (``gt_boxes``).
     """
+    if isinstance(instances, ArrayInstances):
+        boxes = instances.pred_boxes.astype(np.float64)
+        classes = instances.pred_classes.tolist()
+        return _draw_classes(image, boxes, classes, instances.scores.tolist(), class_names)
     instances = instances.to("cpu")
     fields = instances.get_fields()
     prefix = "pred" if "pred_boxes" in fields else "gt"
     boxes = fields[f"{prefix}_boxes"].tensor.detach().double().numpy()
     classes = fields[f"{prefix}_classes"].tolist()
-    colors = [get_class_color(k) for k in classes]
+    scores = None
+    if "scores" in fields:
+        scores = fields["scores"].tolist()
+    if f"{prefix}_masks" in fields:
+        image = _draw_masks(image, fields[f"{prefix}_masks"], instances.image_size, classes)
+    return _draw_classes(image, boxes, classes, scores, class_names)
+
+
+def _draw_masks(
+    image: RGBImage, masks: Any, image_size: tuple[int, int], classes: Sequence[int]
+) -> RGBImage:
+    """Tints the masks in the colors of their classes, on a copy of an image."""
+    from detectron2.structures import BitMasks, PolygonMasks
+
+    if isinstance(masks, PolygonMasks):
+        masks = BitMasks.from_polygon_masks(masks, *image_size)
+    if isinstance(masks, BitMasks):
+        masks = masks.tensor  # (n, H, W)
+    image = image.copy()
+    for mask, k in zip(masks.numpy() > 0.5, classes, strict=True):
+        image[mask] = (0.6 * image[mask] + 0.4 * np.asarray(get_class_color(k))).astype(np.uint8)
+    return image
+
+
+def _draw_classes(
+    image: RGBImage,
+    boxes: npt.NDArray[np.float64],
+    classes: Sequence[int],
+    scores: Sequence[float] | None,
+    class_names: Sequence[str],
+) -> RGBImage:
+    """Draws boxes (n, 4) with class names, and scores if they are given, on a copy of an image."""
     labels = []
     for k in classes:
         labels.append(class_names[k] if k < len(class_names) else f"class {k}")
-    if "scores" in fields:
-        scores = fields["scores"].tolist()
+    if scores is not None:
         labels = [f"{label} {score:.2f}" for label, score in zip(labels, scores, strict=True)]
-
-    masks = fields.get(f"{prefix}_masks")  # becomes a tensor (n, H, W)
-    if isinstance(masks, PolygonMasks):
-        masks = BitMasks.from_polygon_masks(masks, *instances.image_size)
-    if isinstance(masks, BitMasks):
-        masks = masks.tensor
-    if masks is not None:
-        image = image.copy()
-        for mask, color in zip(masks.numpy() > 0.5, colors, strict=True):
-            image[mask] = (0.6 * image[mask] + 0.4 * np.asarray(color)).astype(np.uint8)
-    return draw_boxes(image, boxes, labels, colors)
+    return draw_boxes(image, boxes, labels, [get_class_color(k) for k in classes])
 
 
 def draw_boxes(
@@ -82,6 +112,8 @@ def draw_boxes(
     max_scale = _MAX_ENLARGED_SIDE / max(height, width)
     scale = max(1.0, min(wanted_scale, max_scale))
     if scale > 1:
+        import cv2  # large images do not need it
+
         width = round(width * scale)
         height = round(height * scale)
         image = np.asarray(cv2.resize(image, (width, height), interpolation=cv2.INTER_CUBIC))

@@ -18,7 +18,7 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 from qbheat_det.checkpoint import find_weights, local_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import get_cache_dir, hash_file
-from qbheat_det.core.torchrun import collect, share
+from qbheat_det.core.sharing import collect, share
 from qbheat_det.data import DataError, PretrainingMapper
 from qbheat_det.data.images import check_depth
 from qbheat_det.probing import find_feature

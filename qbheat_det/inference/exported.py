@@ -1,29 +1,36 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Runs exported ONNX files, and describes their inputs and outputs."""
+"""Runs exported ONNX files, and describes their inputs and outputs.
+
+Imports neither PyTorch nor Detectron2, so that the first prediction takes less than a second.
+"""
 
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from detectron2.config import CfgNode
-from detectron2.structures import Boxes, Instances
+import yaml
 
-from qbheat_det.checkpoint import load_embedded_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record
 from qbheat_det.core.text import one_line
+from qbheat_det.core.yaml_text import load_yaml
 
+from .array_instances import ArrayInstances
 from .images import Image, read_rgb, run_by_shape
+from .predictor import DetectorSettings
+
+if TYPE_CHECKING:  # a file runs without Detectron2
+    from detectron2.config import CfgNode
 
 Images = npt.NDArray[np.uint8]
 """(N, H, W, 3)."""
+Scores = npt.NDArray[np.floating[Any]]
 Outputs = dict[str, npt.NDArray[Any]]
 """The arrays that onnxruntime returns, by output name."""
 EXPORTED_SUFFIXES = (".onnx",)
@@ -45,6 +52,8 @@ TASK_OUTPUTS: dict[Task, tuple[str, ...]] = {
 }
 """Output names of each task. For "features", these are the names of the backbone's outputs."""
 _FORMAT = 1
+# Detectron2's and our default values, for a config without these keys.
+_INPUT_DEFAULTS = {"TILE": 0, "MAX_SIZE_TEST": 1333}
 
 
 @dataclass(frozen=True)
@@ -150,8 +159,7 @@ class ExportedModel:
         """Runs the model on images (N, H, W, 3), uint8, in ``info.pixel_format``.
 
         Returns:
-            For a detector, one ``Instances`` per image on the CPU, with ``pred_boxes`` (XYXY,
-            pixels of the image), ``scores`` and ``pred_classes``, in descending order of scores.
+            For a detector, one ``ArrayInstances`` per image, in descending order of scores.
             For a classifier, scores (N, K). For a backbone, feature maps and tokens by name.
 
         Raises:
@@ -183,8 +191,56 @@ class ExportedModel:
                 f"'{self.path}' fails on images {images.shape}: {one_line(error)}"
             ) from error
 
-    def load_config(self) -> CfgNode:
+    @property
+    def is_classifier(self) -> bool:
+        """Whether the file is an image classifier."""
+        return self.info.task == "classification"
+
+    @cached_property
+    def settings(self) -> DetectorSettings:
+        """What prediction needs of the config in the file. Raises a ``UserError`` if it is wrong.
+
+        ``load_config`` returns the whole config, and imports Detectron2.
+        """
+        where = f"the config inside '{self.path}'"
+        try:
+            content = load_yaml(self.info.config)
+        except yaml.YAMLError as error:
+            raise UserError(f"{where} is not plain YAML: {one_line(error)}") from error
+        node = content.get("INPUT") if isinstance(content, dict) else None
+        values = _INPUT_DEFAULTS | node if isinstance(node, dict) else _INPUT_DEFAULTS
+        for key in _INPUT_DEFAULTS:
+            if type(values[key]) is not int or values[key] < 0:
+                raise UserError(f"{where}: INPUT.{key} is {values[key]!r:.60}, not a number")
+        return DetectorSettings(
+            class_names=list(self.info.class_names),
+            category_ids=list(self.info.category_ids),
+            tile=values["TILE"],
+            max_size=values["MAX_SIZE_TEST"],
+        )
+
+    def build_predictor(self) -> "ExportedPredictor":
+        """Returns the predictor of a detector. Raises a ``UserError`` for another model."""
+        return ExportedPredictor(self)
+
+    def build_scorer(self) -> Callable[[str | Path], Scores]:
+        """Returns a function from an image's path to its class scores (K,).
+
+        Raises a ``UserError`` if the model is not a classifier.
+        """
+        run = _take_rgb(self, "classification")
+
+        def score(path: str | Path) -> Scores:
+            batch = read_rgb(path)[None]  # (1, H, W, 3)
+            scores: Scores = run(batch)  # (1, K)
+            return scores[0]
+
+        return score
+
+    def load_config(self) -> "CfgNode":
         """Returns the config in the file. ``MODEL.WEIGHTS`` is set to the path of the file."""
+        from qbheat_det.checkpoint import load_embedded_config
+
         cfg = load_embedded_config(self.info.config, f"the config inside '{self.path}'")
         cfg.MODEL.WEIGHTS = str(self.path)
         cfg.MODEL.CLASS_NAMES = list(self.info.class_names)
@@ -244,29 +300,14 @@ class ExportedPredictor:
         """Raises a ``UserError`` if the model is not a detector."""
         self._run = _take_rgb(model, "detection")
 
-    def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
+    def predict_batch(self, images: Sequence[Image]) -> list[ArrayInstances]:
         """Predicts on images (H, W, 3), RGB. Images of equal size form one batch."""
 
-        def run(group: list[Image]) -> list[Instances]:
-            detections: list[Instances] = self._run(np.stack(group))
+        def run(group: list[Image]) -> list[ArrayInstances]:
+            detections: list[ArrayInstances] = self._run(np.stack(group))
             return detections
 
         return run_by_shape(images, run, lambda image: image.shape)
-
-
-def build_exported_scorer(model: ExportedModel) -> Callable[[str | Path], npt.NDArray[Any]]:
-    """Returns a function from an image's path to its class scores (K,).
-
-    Raises a ``UserError`` if the model is not a classifier.
-    """
-    run = _take_rgb(model, "classification")
-
-    def score(path: str | Path) -> npt.NDArray[Any]:
-        batch = read_rgb(path)[None]  # (1, H, W, 3)
-        scores: npt.NDArray[Any] = run(batch)  # (1, K)
-        return scores[0]
-
-    return score
 
 
 def _take_rgb(model: ExportedModel, task: Task) -> Callable[[Image], Any]:
@@ -285,16 +326,19 @@ def _take_rgb(model: ExportedModel, task: Task) -> Callable[[Image], Any]:
     return run
 
 
-def to_instances(outputs: Outputs, size: tuple[int, int]) -> list[Instances]:
-    """Converts a detector's outputs to one ``Instances`` per image of ``size`` (H, W)."""
+def split_detections(outputs: Outputs, size: tuple[int, int]) -> list[ArrayInstances]:
+    """Splits a detector's outputs into the boxes of each image. Images are of ``size`` (H, W)."""
     results = []
     # The first ``count`` rows of an image are detections. The remaining rows are padding.
     for index, count in enumerate(outputs["counts"].tolist()):
-        instances = Instances(size)
-        instances.pred_boxes = Boxes(torch.from_numpy(outputs["boxes"][index, :count].copy()))
-        instances.scores = torch.from_numpy(outputs["scores"][index, :count].copy())
-        instances.pred_classes = torch.from_numpy(outputs["labels"][index, :count].copy())
-        results.append(instances)
+        results.append(
+            ArrayInstances(
+                size,
+                outputs["boxes"][index, :count].copy(),
+                outputs["scores"][index, :count].copy(),
+                outputs["labels"][index, :count].copy(),
+            )
+        )
     return results
 
 
@@ -311,7 +355,7 @@ def _check_images(images: Images) -> Images:
 def _format(outputs: Outputs, info: ExportInfo, images: Images) -> Any:
     """Converts raw outputs for ``images`` to the results of ``ExportedModel.__call__``."""
     if info.task == "detection":
-        return to_instances(outputs, (images.shape[1], images.shape[2]))
+        return split_detections(outputs, (images.shape[1], images.shape[2]))
     if info.task == "classification":
         return outputs["scores"]
     return outputs

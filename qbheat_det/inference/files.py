@@ -3,25 +3,22 @@
 
 import contextlib
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from detectron2.config import CfgNode
-from detectron2.utils import comm
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
+from qbheat_det.core.sharing import collect, is_main_process, share
 from qbheat_det.core.text import escape_controls, one_line
-from qbheat_det.core.torchrun import collect, share
 
+from .boxes import find_boxes
 from .decoding import DecodingLimits, DecodingProcesses
-from .exported import EXPORTED_SUFFIXES, ExportedModel, ExportedPredictor, build_exported_scorer
+from .exported import EXPORTED_SUFFIXES, ExportedModel, Scores
 from .images import (
     InputFile,
     NamedImage,
@@ -29,8 +26,11 @@ from .images import (
     find_inputs,
     open_video,
 )
-from .predict import Predictor, Scores, build_detector, build_scorer, find_boxes, is_classifier
+from .predictor import DetectorSettings, Predictor
 from .results import Detections, Format, Predictions, render_annotations
+
+if TYPE_CHECKING:  # an exported file runs without PyTorch
+    from .predict import TrainedWeights
 
 T = TypeVar("T")
 _NUM_TOP_CLASSES = 5
@@ -77,43 +77,40 @@ def predict_files(
     """
     if json_file:
         check_writable(json_file)
-    exported, cfg = open_weights(weights, config_file, device=device, fast=fast, opts=opts)
+    model = open_weights(weights, config_file, device=device, fast=fast, opts=opts)
+    settings = model.settings
     files = find_inputs(inputs, exclude=output)
-    if json_format != "coco" and (is_classifier(cfg) or any(file.is_video for file in files)):
+    if json_format != "coco" and (model.is_classifier or any(file.is_video for file in files)):
         raise UserError(f"the format '{json_format}' is for boxes on images: use coco")
-    if is_classifier(cfg):
+    if model.is_classifier:
         if output or tile is not None or not json_file:
             raise UserError(
                 f"'{weights}' is a classifier and finds no boxes: leave out --output and --tile, "
                 "and name --json FILE for the classes"
             )
-        if exported:
-            score = build_exported_scorer(exported)
-        else:
-            score = build_scorer(build_detector(cfg).model, cfg)
-        predictions = classify_images(score, files, cfg.MODEL.CLASS_NAMES, limits=limits)
-        if comm.is_main_process():
+        score = model.build_scorer()
+        predictions = classify_images(score, files, settings.class_names, limits=limits)
+        if is_main_process():
             write_atomically(json_file, json.dumps(predictions.results).encode())
         return predictions
-    predictor = get_predictor(exported, cfg)
     predictions = predict_images(
-        predictor,
+        model.build_predictor(),
         files,
-        cfg,
+        settings,
         score_threshold=score_threshold,
         output_dir=output,
         tile=tile,
         limits=limits,
     )
-    predictions.class_names = list(cfg.MODEL.CLASS_NAMES)
-    if json_file and comm.is_main_process():
-        if not cfg.MODEL.CATEGORY_IDS:
+    predictions.class_names = settings.class_names
+    if json_file and is_main_process():
+        if not settings.category_ids:
             print("note: the config lists no MODEL.CATEGORY_IDS, so category ids start from 1")
         content = render_annotations(
             predictions.results,
             predictions.images,
-            cfg.MODEL.CLASS_NAMES,
-            cfg.MODEL.CATEGORY_IDS,
+            settings.class_names,
+            settings.category_ids,
             json_format,
         )
         write_atomically(json_file, json.dumps(content).encode())
@@ -127,8 +124,8 @@ def open_weights(
     device: str | None = None,
     fast: bool = False,
     opts: Sequence[str] = (),
-) -> tuple[ExportedModel | None, CfgNode]:
-    """Returns the exported model (None if the weights are not exported) and the config.
+) -> "ExportedModel | TrainedWeights":
+    """Opens an exported file, or reads the config of trained weights.
 
     ``predict_files`` describes the arguments. Raises a ``UserError`` if the weights cannot be read,
     or if arguments are given that exported weights do not allow.
@@ -137,30 +134,23 @@ def open_weights(
         overrides = list(opts)
         if fast:
             overrides += ["MODEL.DEPLOY.ENABLED", "True"]
-        return None, load_run_config(weights, config_file, device=device, opts=overrides)
+        from qbheat_det.checkpoint import load_run_config
+
+        from .predict import TrainedWeights
+
+        return TrainedWeights(load_run_config(weights, config_file, device=device, opts=overrides))
     if fast or config_file or opts:
         raise UserError(
             f"'{weights}' is exported with its config: leave out --fast, --config-file and "
             "config overrides"
         )
-    exported = ExportedModel.open(weights, device=device)
-    return exported, exported.load_config()
-
-
-def get_predictor(exported: ExportedModel | None, cfg: CfgNode) -> Predictor:
-    """Builds a predictor from the results of ``open_weights``, or raises a ``UserError``."""
-    if exported:
-        return ExportedPredictor(exported)
-    predictor = build_detector(cfg)
-    if cfg.MODEL.DEPLOY.ENABLED:
-        print(predictor.model.report, file=sys.stderr)
-    return predictor
+    return ExportedModel.open(weights, device=device)
 
 
 def predict_images(
     predictor: Predictor,
     files: Sequence[InputFile],
-    cfg: CfgNode,
+    settings: DetectorSettings,
     *,
     score_threshold: float,
     output_dir: Path | None = None,
@@ -181,21 +171,21 @@ def predict_images(
             output = None if output_dir is None else output_dir / name
             open_source = partial(_open_file, file, decoders, limits)
             parts.append(
-                _predict_file(predictor, file, open_source, cfg, score_threshold, output, tile)
+                _predict_file(predictor, file, open_source, settings, score_threshold, output, tile)
             )
     return Predictions.join(collect(parts))
 
 
 def _show_progress(items: Sequence[T], **options: str) -> Iterator[T]:
     """Iterates with a progress bar in the first process."""
-    return iter(tqdm(items, disable=None if comm.is_main_process() else True, **options))
+    return iter(tqdm(items, disable=None if is_main_process() else True, **options))
 
 
 def _predict_file(
     predictor: Predictor,
     file: InputFile,
     open_source: Callable[[], tuple[Iterator[NamedImage], float]],
-    cfg: CfgNode,
+    settings: DetectorSettings,
     score_threshold: float,
     output: Path | None,
     tile: int | None,
@@ -211,7 +201,7 @@ def _predict_file(
             append_frame = None  # writes a frame to the drawn video
             if output is not None and file.is_video:
                 append_frame = stack.enter_context(open_video(output, fps))
-            for all_detections in find_boxes(predictor, frames, cfg, tile=tile):
+            for all_detections in find_boxes(predictor, frames, settings, tile=tile):
                 scores = all_detections.scores.tolist()
                 predictions.best_score = max(predictions.best_score, *scores, 0.0)
                 detections = all_detections.select(score_threshold)

@@ -10,30 +10,34 @@ import itertools
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar, Union
 
-import cv2
 import numpy as np
 import numpy.typing as npt
 import PIL.Image
-import torch
-from detectron2.data.detection_utils import convert_PIL_to_numpy
-from torch import Tensor
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.image_files import (
+    IMAGE_FORMATS,
+    IMAGE_SUFFIXES,
+    open_regular,
+    turn_upright,
+)
 from qbheat_det.core.object_stores import fetch
 from qbheat_det.core.text import one_line
-from qbheat_det.data import IMAGE_FORMATS, IMAGE_SUFFIXES
-from qbheat_det.data.images import open_regular, turn_upright
+
+if TYPE_CHECKING:  # an exported file runs without PyTorch
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
 Image = npt.NDArray[np.uint8]
-Picture = str | Path | PIL.Image.Image | Image | Tensor
+Picture = Union[str, Path, PIL.Image.Image, Image, "Tensor"]
 """A file, a PIL image, an RGB array (H, W, 3) of uint8, or an RGB tensor (3, H, W) of uint8 or of
 floats in [0, 1]."""
 
@@ -84,8 +88,14 @@ def is_collection(source: object) -> bool:
         path = Path(source)
         return path.is_dir() or (glob.has_magic(str(source)) and not path.exists())
     # An array or tensor is one image. A mapping has keys, which are not images.
-    is_other = isinstance(source, PIL.Image.Image | np.ndarray | Tensor | Mapping | bytes)
-    return isinstance(source, Iterable) and not is_other
+    is_other = isinstance(source, PIL.Image.Image | np.ndarray | Mapping | bytes)
+    return isinstance(source, Iterable) and not is_other and not _is_tensor(source)
+
+
+def _is_tensor(source: object) -> bool:
+    """Returns whether a source is a tensor. A program without PyTorch has none."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(source, torch.Tensor)
 
 
 def find_inputs(inputs: Sequence[str], exclude: Path | None = None) -> list[InputFile]:
@@ -200,7 +210,7 @@ def read_rgb(picture: Picture) -> Image:
     """
     if isinstance(picture, PIL.Image.Image):
         return _to_array(picture, "the image")
-    if isinstance(picture, Tensor):
+    if _is_tensor(picture):
         return _from_tensor(picture)
     if isinstance(picture, str | Path):
         with open_file(picture) as file:
@@ -278,11 +288,13 @@ def _to_array(image: PIL.Image.Image, name: str | Path) -> Image:
     """Converts a PIL image. ``name`` names it in errors."""
     if image.mode.startswith("I"):  # Pillow would turn all values above 255 into white
         raise UnreadableImage(name, "grayscale of 16 bits: convert it to 8 bits first")
-    return np.array(convert_PIL_to_numpy(turn_upright(image), "RGB"))
+    return np.array(turn_upright(image).convert("RGB"))
 
 
-def _from_tensor(tensor: Tensor) -> Image:
+def _from_tensor(tensor: Any) -> Image:
     """Converts a tensor (3, H, W) of uint8, or of floats in [0, 1]."""
+    import torch
+
     pixels = tensor.detach().cpu()
     is_rgb = pixels.ndim == 3 and pixels.shape[0] == 3 and pixels.numel() > 0
     if not is_rgb:
@@ -306,6 +318,8 @@ def open_frames(
     number of frames (None if unknown). ``name`` is the name of each frame. Raises
     ``UnreadableImage`` if no frame can be decoded, or if frames have more than ``max_pixels``.
     """
+    import cv2  # images do not need it
+
     capture = cv2.VideoCapture(str(path))
     width = int(capture.get(cv2.CAP_PROP_FRAME_WIDTH))
     height = int(capture.get(cv2.CAP_PROP_FRAME_HEIGHT))
@@ -341,6 +355,8 @@ def open_video(path: Path, fps: float) -> Iterator[Callable[[Image], None]]:
     needs even sizes, so OpenCV drops an odd last row or column. Raises a ``UserError`` if OpenCV
     cannot write MP4 files on this machine.
     """
+    import cv2  # images do not need it
+
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.stem}.partial{path.suffix}")
     writer = cv2.VideoWriter()

@@ -1,16 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Opens trained weights, and runs detectors, classifiers and backbones on images.
+"""Opens trained weights, and runs detectors, classifiers and backbones in PyTorch."""
 
-The command line, the Python API, the app and the server predict boxes with ``find_boxes``.
-"""
-
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultPredictor
@@ -28,13 +23,7 @@ from qbheat_det.checkpoint import (
 )
 from qbheat_det.config import get_cfg, with_values
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import (
-    build_mapper,
-    check_tile,
-    list_tiles,
-    merge_tiles,
-)
-from qbheat_det.data.checks import find_elongation
+from qbheat_det.data import build_mapper
 from qbheat_det.deployment import deploy_by_config
 from qbheat_det.fast import optimize
 from qbheat_det.model_zoo.sources import open_trained
@@ -43,23 +32,11 @@ from qbheat_det.modeling.backbone.timm_backbone import list_outputs
 from qbheat_det.modeling.contracts import get_backbone, normalise_pixels
 from qbheat_det.tasks import CLASSIFICATION, DETECTION, PRETRAINING, find_task
 
-from .exported import EXPORTED_SUFFIXES
-from .images import Image, NamedImage, UnreadableImage, run_by_shape
-from .results import Detections
+from .exported import EXPORTED_SUFFIXES, Scores
+from .images import Image, UnreadableImage, run_by_shape
+from .predictor import DetectorSettings
 
-Scores = npt.NDArray[np.floating[Any]]
-_TILES_PER_BATCH = 8
 _TIMM = "timm://"  # addresses of timm's weights begin with this prefix
-
-
-class Predictor(Protocol):
-    """The interface of detectors in PyTorch, exported detectors, and tiled prediction."""
-
-    def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
-        """Predicts on RGB images (H, W, 3) of any sizes.
-
-        Returns one ``Instances`` per image on the CPU, with boxes in pixels of the image.
-        """
 
 
 class BatchPredictor(DefaultPredictor):
@@ -122,86 +99,25 @@ def build_detector(cfg: CfgNode) -> BatchPredictor:
     return predictor
 
 
-def find_boxes(
-    predictor: Predictor,
-    images: Iterable[NamedImage],
-    cfg: CfgNode,
-    *,
-    threshold: float = 0.0,
-    batch_size: int = 1,
-    tile: int | None = None,
-) -> Iterator[Detections]:
-    """Predicts on images. Yields the detections of each image.
+class TrainedWeights:
+    """Trained weights with their config. Has the interface of ``ExportedModel`` for prediction."""
 
-    Args:
-        predictor: the detector.
-        images: read in batches of ``batch_size``.
-        cfg: config of the detector, which has the names and ids of the classes.
-        threshold: lowest score of a box.
-        batch_size: number of images that the detector processes together.
-        tile: side of overlapping tiles in pixels; 0 uses whole images only, and None uses
-            ``INPUT.TILE``.
+    def __init__(self, cfg: CfgNode) -> None:
+        """``cfg`` is the config of the weights, including ``MODEL.WEIGHTS``."""
+        self.cfg = cfg
+        self.settings = DetectorSettings.from_config(cfg)
+        self.is_classifier = find_task(cfg) is CLASSIFICATION
 
-    Raises:
-        UnreadableImage: an image is too elongated. Errors of ``images`` and of its images are
-            raised after the detections of the images before them.
-    """
-    class_names = list(cfg.MODEL.CLASS_NAMES)
-    category_ids = list(cfg.MODEL.CATEGORY_IDS)
-    if tile is None:
-        tile = cfg.INPUT.TILE
-    if tile:
-        predictor = TiledPredictor(predictor, tile)
-    images = iter(images)
-    error: Exception | None = None
-    while error is None:
-        batch, error = _take(images, batch_size, cfg)
-        if not batch:
-            break
-        results = predictor.predict_batch([named_image.image for named_image in batch])
-        for named_image, instances in zip(batch, results, strict=True):
-            if threshold:
-                instances = instances[instances.scores >= threshold]
-            yield Detections(
-                instances=instances,
-                class_names=class_names,
-                category_ids=category_ids,
-                source=named_image.file or named_image.image,
-                file_name=named_image.name,
-                frame=named_image.frame,
-            )
-    if error is not None:
-        raise error
+    def build_predictor(self) -> BatchPredictor:
+        """Loads the detector, or raises a ``UserError``."""
+        predictor = build_detector(self.cfg)
+        if self.cfg.MODEL.DEPLOY.ENABLED:
+            print(predictor.model.report, file=sys.stderr)
+        return predictor
 
-
-def _take(
-    images: Iterator[NamedImage], number: int, cfg: CfgNode
-) -> tuple[list[NamedImage], Exception | None]:
-    """Takes ``number`` images, or those before an image that cannot be read, and its error."""
-    batch: list[NamedImage] = []
-    try:
-        for image in itertools.islice(images, number):
-            check_elongation(image, cfg)
-            batch.append(image)
-    except Exception as error:  # also of the user's generator
-        return batch, error
-    return batch, None
-
-
-def check_elongation(image: NamedImage, cfg: CfgNode) -> None:
-    """Raises ``UnreadableImage`` if the resize would reduce the shorter side to zero pixels.
-
-    This happens if the longer side is much longer, because it is resized to at most
-    ``INPUT.MAX_SIZE_TEST``.
-    """
-    reason = find_elongation(image.image.shape[:2], cfg.INPUT.MAX_SIZE_TEST)
-    if reason:
-        raise UnreadableImage(image.name, reason)
-
-
-def is_classifier(cfg: CfgNode) -> bool:
-    """Returns whether the model of a config is an image classifier."""
-    return find_task(cfg) is CLASSIFICATION
+    def build_scorer(self) -> Callable[[str | Path], Scores]:
+        """Loads the classifier. Returns a function from an image's path to class scores (K,)."""
+        return build_scorer(build_detector(self.cfg).model, self.cfg)
 
 
 def build_scorer(model: nn.Module, cfg: CfgNode) -> Callable[[str | Path], Scores]:
@@ -221,36 +137,6 @@ def build_scorer(model: nn.Module, cfg: CfgNode) -> Callable[[str | Path], Score
         return model([entry])[0]["scores"].float().cpu().numpy()
 
     return score
-
-
-class TiledPredictor:
-    """Predicts on overlapping square tiles and on the whole image, and merges the boxes.
-
-    The slicers of supervision and SAHI are not used because they predict tiles one by one.
-    """
-
-    def __init__(self, predictor: Predictor, tile: int) -> None:
-        """``tile`` is the side of a tile in pixels. Raises a ``UserError`` if it is below 32."""
-        check_tile(tile)
-        self._predictor = predictor
-        self._tile = tile
-
-    def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
-        """Predicts on RGB images (H, W, 3) of any sizes. Returns instances on the CPU."""
-        return [self._predict(image) for image in images]
-
-    def _predict(self, image: Image) -> Instances:
-        """Predicts on one image (H, W, 3) and its tiles."""
-        (whole,) = self._predictor.predict_batch([image])
-        image_height, image_width = image.shape[:2]
-        rectangles = list_tiles(image_height, image_width, self._tile)  # (x, y, width, height)
-        results: list[Instances] = []  # of the tiles
-        for start in range(0, len(rectangles), _TILES_PER_BATCH):
-            tiles = []
-            for x, y, width, height in rectangles[start : start + _TILES_PER_BATCH]:
-                tiles.append(np.ascontiguousarray(image[y : y + height, x : x + width]))
-            results += self._predictor.predict_batch(tiles)
-        return merge_tiles(whole, zip(rectangles, results, strict=True))
 
 
 def open_encoder(name: str, device: str | None = None) -> tuple[nn.Module, CfgNode]:

@@ -18,13 +18,13 @@ import ray
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.image_files import IMAGE_SUFFIXES
 from qbheat_det.core.object_stores import is_remote, list_store, open_store
-from qbheat_det.data import IMAGE_SUFFIXES
 
+from .boxes import find_boxes
 from .embedding import Embedder
-from .files import get_predictor, open_weights
+from .files import open_weights
 from .images import NamedImage, UnreadableImage, find_inputs, read_rgb
-from .predict import find_boxes, is_classifier
 
 DETECTIONS = pa.schema(
     {
@@ -51,10 +51,11 @@ class DetectionActor:
         tile: int | None,
         opts: Sequence[str],
     ) -> None:
-        exported, self._cfg = open_weights(weights, device=device, opts=opts)
-        if is_classifier(self._cfg):
+        model = open_weights(weights, device=device, opts=opts)
+        if model.is_classifier:
             raise UserError(f"'{weights}' is a classifier and finds no boxes")
-        self._predictor = get_predictor(exported, self._cfg)
+        self._predictor = model.build_predictor()
+        self._settings = model.settings
         self._threshold = threshold
         self._tile = tile
 
@@ -67,11 +68,11 @@ class DetectionActor:
         try:
             image = NamedImage(read_rgb(file), None, file)
             (result,) = find_boxes(
-                self._predictor, [image], self._cfg, threshold=self._threshold, tile=self._tile
+                self._predictor, [image], self._settings, threshold=self._threshold, tile=self._tile
             )
         except UnreadableImage as error:
             return {"file": file, "error": error.reason}
-        height, width = result.instances.image_size
+        height, width = result.image_size
         return {
             "file": file,
             "height": height,

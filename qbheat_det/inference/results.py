@@ -7,21 +7,24 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from urllib.parse import quote
 
+import numpy as np
+import numpy.typing as npt
 import PIL.Image
-import torch
-from detectron2.evaluation.coco_evaluation import instances_to_coco_json
-from detectron2.structures import Instances
-from torch import Tensor
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.core.other_names import NamesAttributes
 
+from .array_instances import ArrayInstances
 from .drawing import draw_instances
 from .images import Image, read_rgb
+
+if TYPE_CHECKING:  # an exported file runs without Detectron2
+    from detectron2.structures import Instances
+    from torch import Tensor
 
 Format = Literal["coco", "cvat", "label-studio"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -50,8 +53,8 @@ class Detections(NamesAttributes):
     Iterating yields a ``DetectedBox`` for each box. ``detections[0]`` is the best one.
 
     Attributes:
-        instances: Detectron2's ``Instances`` on the CPU, with ``pred_boxes``, ``scores`` and
-            ``pred_classes``.
+        prediction: the boxes, scores and classes: Detectron2's ``Instances`` on the CPU, or
+            ``ArrayInstances`` from an exported file.
         class_names: class names of the model, indexed by ``pred_classes``; empty if unknown.
         category_ids: ids in the training annotations, indexed by ``pred_classes``; empty if
             unknown.
@@ -61,7 +64,7 @@ class Detections(NamesAttributes):
         frame: index of the frame in a video, from 0; None for an image.
     """
 
-    instances: Instances
+    prediction: "Instances | ArrayInstances"
     class_names: Sequence[str]
     category_ids: Sequence[int]
     source: Image | Path
@@ -69,10 +72,10 @@ class Detections(NamesAttributes):
     frame: int | None = None
 
     def __len__(self) -> int:
-        return len(self.instances)
+        return len(self.prediction)
 
     def __repr__(self) -> str:
-        height, width = self.instances.image_size
+        height, width = self.image_size
         name = self.file_name
         if self.frame is not None:
             name = f"{name}, frame {self.frame}"
@@ -87,7 +90,7 @@ class Detections(NamesAttributes):
             self.boxes.tolist(),
             self.scores.tolist(),
             self.labels,
-            self.instances.pred_classes.tolist(),
+            self.prediction.pred_classes.tolist(),
             strict=True,
         ):
             yield DetectedBox(tuple(xyxy), score, class_name, class_id)
@@ -106,19 +109,36 @@ class Detections(NamesAttributes):
         return self.source
 
     @property
-    def boxes(self) -> Tensor:
-        """Boxes (N, 4), XYXY in pixels of the image."""
-        return self.instances.pred_boxes.tensor
+    def image_size(self) -> tuple[int, int]:
+        """(H, W) of the image in pixels."""
+        return self.prediction.image_size
 
     @property
-    def scores(self) -> Tensor:
-        """Scores (N,) in [0, 1]."""
-        return self.instances.scores
+    def instances(self) -> "Instances":
+        """Detectron2's ``Instances`` on the CPU: ``pred_boxes``, ``scores`` and ``pred_classes``.
+
+        For an exported file, this imports PyTorch.
+        """
+        if isinstance(self.prediction, ArrayInstances):
+            return self.prediction.to_instances()
+        return self.prediction
+
+    @property
+    def boxes(self) -> "Tensor | npt.NDArray[np.float32]":
+        """Boxes (N, 4), XYXY in pixels of the image. An exported file returns a NumPy array."""
+        if isinstance(self.prediction, ArrayInstances):
+            return self.prediction.pred_boxes
+        return self.prediction.pred_boxes.tensor
+
+    @property
+    def scores(self) -> "Tensor | npt.NDArray[np.float32]":
+        """Scores (N,) in [0, 1]. An exported file returns a NumPy array."""
+        return self.prediction.scores
 
     @property
     def labels(self) -> list[str]:
         """The class name of each box, or its class index as text if names are unknown."""
-        indices = self.instances.pred_classes.tolist()
+        indices = self.prediction.pred_classes.tolist()
         if not self.class_names:
             return [str(index) for index in indices]
         return [self.class_names[index] for index in indices]
@@ -128,14 +148,14 @@ class Detections(NamesAttributes):
 
         If ``classes`` are given, returns only boxes of classes with these names.
         """
-        keep = self.instances.scores >= threshold
+        keep = np.asarray(self.scores >= threshold)
         if classes:
-            keep &= torch.tensor([label in classes for label in self.labels], dtype=torch.bool)
-        return replace(self, instances=self.instances[keep])
+            keep &= np.array([label in classes for label in self.labels], dtype=np.bool_)
+        return replace(self, prediction=self.prediction[keep])
 
     def draw(self) -> Image:
         """Returns the image with boxes, RGB (H, W, 3), uint8. Small images are enlarged."""
-        return draw_instances(self.image, self.instances, self.class_names)
+        return draw_instances(self.image, self.prediction, self.class_names)
 
     def show(self) -> None:
         """Shows the image with boxes in a viewer, or below the cell of a notebook."""
@@ -158,7 +178,12 @@ class Detections(NamesAttributes):
 
         If ``category_ids`` is empty, the category id is the class index + 1.
         """
-        results: list[dict[str, Any]] = instances_to_coco_json(self.instances, image_id)
+        if isinstance(self.prediction, ArrayInstances):
+            results = self.prediction.to_coco(image_id)
+        else:
+            from detectron2.evaluation.coco_evaluation import instances_to_coco_json
+
+            results = instances_to_coco_json(self.prediction, image_id)
         for box in results:
             class_index = box["category_id"]
             if self.category_ids:
@@ -220,7 +245,7 @@ class Predictions:
         ``file`` is the image or video file; by default ``detections.source``, if this is a path.
         """
         image_id = len(self.images) + 1
-        height, width = detections.instances.image_size
+        height, width = detections.image_size
         origin: dict[str, Any] = {"file_name": detections.file_name}
         if detections.frame is not None:
             origin["frame"] = detections.frame

@@ -195,20 +195,46 @@ def apply_corrections(
     labels = open_labels(data, images, max_left_out)
     if output.exists():  # it may be part of the data set
         raise UserError(f"'{output}' exists: choose another --output folder")
-    content = copy.deepcopy(labels.file.keep())
-    annotations = {entry["id"]: entry for entry in content["annotations"]}
-    entries = dict(annotations)  # of the corrected labels
-    images_by_id = {image["id"]: image for image in content["images"]}
-    counts = dict.fromkeys(get_args(Kind), 0)  # of applied corrections
-    applied = set()
-    corrected_by: dict[int, int] = {}  # position of the suspect, by id of the annotation
+    corrected = _CorrectedLabels(labels)
     for number, suspect in enumerate(read_corrections(corrections, labels.digest)):
         place = f"'{corrections}': suspects[{number}], image {suspect.image_id}"
-        if suspect.category_id not in labels.file.category_ids:
+        corrected.apply(suspect, number, place)
+    write_atomically(output, json.dumps(corrected.list_content()).encode())
+    folder = os.path.abspath(labels.file.image_root)
+    command = shlex.join(["qbheat", "train", "--data", str(output), "--images", folder])
+    return f"{corrected.summarize()}. Train on the corrected labels:\n{command}"
+
+
+class _CorrectedLabels:
+    """A copy of labels, to which corrections are applied one after the other."""
+
+    def __init__(self, labels: Labels) -> None:
+        self._content = copy.deepcopy(labels.file.keep())
+        self._category_ids = labels.file.category_ids
+        self._annotated = find_annotated(labels.file.keep())
+        self._images = {image["id"]: image for image in self._content["images"]}
+        # The annotations of the labels, and those of the corrected labels.
+        self._annotations = {entry["id"]: entry for entry in self._content["annotations"]}
+        self._entries = dict(self._annotations)
+        self._applied: set[tuple[object, ...]] = set()
+        self._corrected_by: dict[int, int] = {}  # number of the correction, by id
+        self._counts = dict.fromkeys(get_args(Kind), 0)  # of applied corrections
+
+    def apply(self, suspect: LabelSuspect, number: int, place: str) -> None:
+        """Applies a correction, unless an equal one has been applied.
+
+        Args:
+            suspect: the correction.
+            number: its position in the file.
+            place: names the correction in messages.
+
+        Raises:
+            UserError: the correction does not fit the labels, or an earlier one.
+        """
+        if suspect.category_id not in self._category_ids:
             raise UserError(f"{place}: there is no class {suspect.category_id}")
-        image = images_by_id.get(suspect.image_id)
-        annotation = annotations.get(suspect.annotation_id)
-        check_correction(place, suspect, image, annotation)
+        annotation = self._annotations.get(suspect.annotation_id)
+        check_correction(place, suspect, self._images.get(suspect.image_id), annotation)
         change = (
             suspect.kind,
             suspect.image_id,
@@ -216,21 +242,25 @@ def apply_corrections(
             suspect.category_id,
             suspect.bbox,
         )
-        if change in applied:
-            continue
-        applied.add(change)
+        if change in self._applied:
+            return
+        self._applied.add(change)
         if suspect.annotation_id is not None:
-            first = corrected_by.setdefault(suspect.annotation_id, number)
+            first = self._corrected_by.setdefault(suspect.annotation_id, number)
             if first != number:
                 raise UserError(
                     f"{place}: suspects[{first}] corrects annotation {suspect.annotation_id} in "
                     "another way: remove one of the two"
                 )
-        counts[suspect.kind] += 1
+        self._counts[suspect.kind] += 1
+        self._change(suspect, annotation)
+
+    def _change(self, suspect: LabelSuspect, annotation: dict[str, Any] | None) -> None:
+        """Adds, removes or changes an annotation; None stands for a missing one."""
         box = {"bbox": list(suspect.bbox), "area": suspect.bbox[2] * suspect.bbox[3]}
         if annotation is None:
-            new_id = max([*annotations, *entries], default=0) + 1
-            entries[new_id] = {
+            new_id = max([*self._annotations, *self._entries], default=0) + 1
+            self._entries[new_id] = {
                 "id": new_id,
                 "image_id": suspect.image_id,
                 "iscrowd": 0,
@@ -238,24 +268,28 @@ def apply_corrections(
                 "category_id": suspect.category_id,
             }
         elif suspect.kind in REMOVED_KINDS:
-            del entries[annotation["id"]]
+            del self._entries[annotation["id"]]
         elif suspect.kind == "class":
             annotation["category_id"] = suspect.category_id
         else:
             annotation.pop("segmentation", None)  # the mask does not fit the moved box
             annotation.update(box)
-    content["annotations"] = list(entries.values())
-    content["images"] = restore_annotated(content, find_annotated(labels.file.keep()))
-    write_atomically(output, json.dumps(content).encode())
-    folder = os.path.abspath(labels.file.image_root)
-    command = shlex.join(["qbheat", "train", "--data", str(output), "--images", folder])
-    boxes = "box" if counts["missing"] == 1 else "boxes"
-    num_removed = sum(counts[kind] for kind in REMOVED_KINDS)
-    return (
-        f"{counts['missing']:,} {boxes} added, {counts['location']:,} moved, "
-        f"{counts['class']:,} given another class, {num_removed:,} removed. "
-        f"Train on the corrected labels:\n{command}"
-    )
+
+    def list_content(self) -> dict[str, Any]:
+        """Returns COCO's lists of the corrected labels."""
+        content: dict[str, Any] = {**self._content, "annotations": list(self._entries.values())}
+        content["images"] = restore_annotated(content, self._annotated)
+        return content
+
+    def summarize(self) -> str:
+        """Returns the numbers of applied corrections."""
+        counts = self._counts
+        boxes = "box" if counts["missing"] == 1 else "boxes"
+        num_removed = sum(counts[kind] for kind in REMOVED_KINDS)
+        return (
+            f"{counts['missing']:,} {boxes} added, {counts['location']:,} moved, "
+            f"{counts['class']:,} given another class, {num_removed:,} removed"
+        )
 
 
 def check_correction(

@@ -180,13 +180,7 @@ def select(
         UserError: the budget is below 1 or larger than the pool, the seed is negative, ``weights``
             are not those of a detector, or the strategy is unknown or needs ``weights``.
     """
-    if strategy is None:
-        strategy = BALANCED if weights else "random"
-    strategies = (*COVERING, BALANCED)
-    if strategy not in strategies:
-        raise UserError(f"there is no strategy '{strategy}': use one of {', '.join(strategies)}")
-    if strategy == BALANCED and not weights:
-        raise UserError(f"the strategy '{strategy}' needs a detector: add --weights RUN")
+    strategy = _check_strategy(strategy, has_detector=bool(weights))
     check_whole("budget", budget, minimum=1)
     check_whole("seed", seed)
     detector: Detector | None = None
@@ -195,31 +189,54 @@ def select(
     if isinstance(images, str | Path):
         images = [images]
     inputs = [str(path) for path in images]
-    labelled: list[str] = []
-    accounts: list[Account] = []
-    for source in (data, val):
-        if source:
-            source_files, account = list_labelled(str(source), inputs, max_left_out)
-            labelled += source_files
-            accounts.append(account)
-    labelled = list(dict.fromkeys(labelled))  # ``data`` and ``val`` may share images
+    labelled, account = _list_all_labelled([data, val], inputs, max_left_out)
     pool = open_pool(inputs, labelled, encoder, budget, device)
-    pool = replace(pool, account=join_accounts(accounts))
+    pool = replace(pool, account=account)
     chooser = _Chooser(pool, strategy, seed, detector)
     files = chooser.choose(budget)
-    class_names: dict[int, str] = {}
-    if detector:
-        names = detector.class_names
-        ids = detector.cfg.MODEL.CATEGORY_IDS or range(1, len(names) + 1)
-        class_names = dict(zip(ids, names, strict=False))
     return Selection(
         files=files,
         pool=pool,
         boxes=chooser.predict(files),
-        class_names=class_names,
+        class_names=_name_categories(detector),
         strategy=strategy,
         _chooser=chooser,
     )
+
+
+def _check_strategy(strategy: Strategy | None, *, has_detector: bool) -> Strategy:
+    """Returns the strategy; if it is None, "balanced" with a detector, and "random" without."""
+    if strategy is None:
+        return BALANCED if has_detector else "random"
+    strategies = (*COVERING, BALANCED)
+    if strategy not in strategies:
+        raise UserError(f"there is no strategy '{strategy}': use one of {', '.join(strategies)}")
+    if strategy == BALANCED and not has_detector:
+        raise UserError(f"the strategy '{strategy}' needs a detector: add --weights RUN")
+    return strategy
+
+
+def _list_all_labelled(
+    sources: Sequence[str | Path | None], images: Sequence[str], max_left_out: float | None
+) -> tuple[list[str], Account]:
+    """Returns the images of labelled data sets, without repetitions, and their account."""
+    files: list[str] = []
+    accounts: list[Account] = []
+    for source in sources:
+        if source:
+            source_files, account = list_labelled(str(source), images, max_left_out)
+            files += source_files
+            accounts.append(account)
+    return list(dict.fromkeys(files)), join_accounts(accounts)
+
+
+def _name_categories(detector: Detector | None) -> dict[int, str]:
+    """Returns the names of a detector's classes by their ids; empty without a detector."""
+    if detector is None:
+        return {}
+    names = detector.class_names
+    ids = detector.cfg.MODEL.CATEGORY_IDS or range(1, len(names) + 1)
+    return dict(zip(ids, names, strict=False))
 
 
 def check_whole(name: str, value: object, minimum: int = 0) -> None:

@@ -21,8 +21,7 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 from qbheat_det.api import Format, get_class_color, render_annotations
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
-from qbheat_det.data import IMAGE_FORMATS
-from qbheat_det.data.images import turn_upright
+from qbheat_det.core.image_files import IMAGE_FORMATS, turn_upright
 
 from .labels import NEW_BOX_KINDS, Labels, LabelSuspect
 from .selection import Selection

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,6 @@ def simulate(
     file, evaluated = open_boxes(data, val, images, budgets, strategies)
     file.account.check(max_left_out)
     evaluated.account.check(max_left_out)
-    paths = [os.path.join(file.image_root, image["file_name"]) for image in file.images]
     folder = Path(output)
     settings = [file.keep(), evaluated.keep(), find_weights(encoder), *opts]
     # Points of other data or settings cannot be continued.
@@ -104,32 +103,63 @@ def simulate(
         run_folder = folder / "simulation"
         replace_folders(run_folder)
         flags = make_flags(file, evaluated, run_folder, encoder, opts)
-        embedded = embed_images(paths, encoder)
-        if embedded.unreadable:
-            path, reason = next(iter(embedded.unreadable.items()))
-            raise UserError(f"cannot read the image '{path}': {reason}")
-        vectors = unit_vectors(embedded.vectors)
+        vectors = _embed(_list_paths(file), encoder)
         for seed, strategy in itertools.product(seeds, strategies):
-            done = set()  # budgets of an interrupted simulation
-            for point in points:
-                if point.strategy == strategy and point.seed == seed:
-                    done.add(point.images)
-            if done.issuperset(budgets):
-                continue
-            chosen: list[int] = []
-            run: Path | None = None
-            for budget in budgets:
-                chosen = add_images(strategy, paths, vectors, budget, chosen, seed, run)
-                # "balanced" is trained again, because its next images depend on the detector.
-                if budget in done and strategy != BALANCED:
-                    continue
-                labels = file.keep({file.images[i]["file_name"] for i in chosen})
-                run, metrics = train_on(labels, flags, run_folder / "labels.json", seed)
-                if budget not in done:
-                    num_boxes = len(labels["annotations"])
-                    points.append(Point(strategy, seed, budget, num_boxes, *metrics))
-                    write_points(points, folder, digest)
+            done = {p.images for p in points if (p.strategy, p.seed) == (strategy, seed)}
+            for point in _train_rounds(strategy, seed, budgets, done, file, vectors, flags):
+                points.append(point)
+                write_points(points, folder, digest)
     return points
+
+
+def _list_paths(file: Annotations) -> list[str]:
+    """Returns the paths of the images of a data set."""
+    return [os.path.join(file.image_root, image["file_name"]) for image in file.images]
+
+
+def _embed(paths: Sequence[str], encoder: str) -> Tensor:
+    """Returns the vector of each image. Raises a ``UserError`` if one cannot be read."""
+    embedded = embed_images(paths, encoder)
+    if embedded.unreadable:
+        path, reason = next(iter(embedded.unreadable.items()))
+        raise UserError(f"cannot read the image '{path}': {reason}")
+    return unit_vectors(embedded.vectors)
+
+
+def _train_rounds(
+    strategy: str,
+    seed: int,
+    budgets: Sequence[int],
+    done: Collection[int],
+    file: Annotations,
+    vectors: Tensor,
+    flags: RunFlags,
+) -> Iterator[Point]:
+    """Selects images up to each budget, trains on them, and yields the results.
+
+    Args:
+        strategy: strategy of selection.
+        seed: seed of selection and training.
+        budgets: numbers of training images, in increasing order.
+        done: budgets whose results are known, which are not yielded.
+        file: the labelled images to select from.
+        vectors: their vectors.
+        flags: flags of the runs, see ``make_flags``.
+    """
+    if set(done).issuperset(budgets):
+        return
+    paths = _list_paths(file)
+    chosen: list[int] = []
+    run: Path | None = None
+    for budget in budgets:
+        chosen = add_images(strategy, paths, vectors, budget, chosen, seed, run)
+        # "balanced" is trained again, because its next images depend on the detector.
+        if budget in done and strategy != BALANCED:
+            continue
+        labels = file.keep({file.images[i]["file_name"] for i in chosen})
+        run, metrics = train_on(labels, flags, Path(flags.output).with_name("labels.json"), seed)
+        if budget not in done:
+            yield Point(strategy, seed, budget, len(labels["annotations"]), *metrics)
 
 
 def make_flags(

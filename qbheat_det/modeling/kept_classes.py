@@ -4,8 +4,8 @@
 Images of the new classes have no labels of the old ones, although such objects are there. A frozen
 copy of the detector before the training, the old detector, predicts on the same images. Its scores
 are the targets of the old classes that are not annotated in an image, at all anchors or locations,
-without NMS or score threshold ("Learning without Forgetting", arXiv:1606.09282, for each logit).
-Its boxes are learned where it is confident.
+without NMS or score threshold ("Learning without Forgetting", arXiv:1606.09282, with the quality
+focal loss for each logit). Its boxes are learned where it is confident.
 
 The model has the old classes first, in the order of the old detector. In shapes, N is the number of
 images, R the number of anchors or locations of all levels, and O the number of old classes.
@@ -27,6 +27,7 @@ from .annotated_classes import find_annotated
 from .contracts import OLD_PREDICTIONS, get_encoder
 from .dense_predictions import DenseLevels, DensePredictions
 from .loss_normalizer import COUNT, SyncNormalizer
+from .losses import quality_focal_loss
 
 
 class OldPredictions(NamedTuple):
@@ -69,12 +70,16 @@ class KeptClassLoss:
         min_score: boxes are learned where the old detector has at least this score in a class that
             is not annotated.
         feature_weight: factor on the loss of features, which keeps those of a trained encoder.
+        gamma: exponent of the quality focal loss of scores. With 0, small differences at the many
+            background positions outweigh the labels of new classes. With 2, as for labels, old
+            classes are kept less.
     """
 
     num_classes: int = 0
     weight: float = 1.0
     min_score: float = 0.3
     feature_weight: float = 0.0
+    gamma: float = 1.0
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> "KeptClassLoss":
@@ -114,11 +119,8 @@ class KeptClassLoss:
             weights: (N, R), the result of ``weigh``.
         """
         logits = student.logits[..., : self.num_classes].float()
-        # The divergence of the two Bernoulli distributions of each class.
-        cross_entropy = F.binary_cross_entropy_with_logits(logits, old.scores, reduction="none")
-        entropy = torch.special.entr(old.scores) + torch.special.entr(1 - old.scores)
-        divergence = (cross_entropy - entropy) * is_taught[:, None]
-        losses = {"loss_kept_cls": self.weight * divergence.sum()}
+        class_losses = quality_focal_loss(logits, old.scores, self.gamma) * is_taught[:, None]
+        losses = {"loss_kept_cls": self.weight * class_losses.sum()}
         selected = weights > 0
         box_losses = generalized_box_iou_loss(student.boxes.float()[selected], old.boxes[selected])
         losses["loss_kept_box"] = self.weight * (weights[selected] * box_losses).sum()

@@ -165,7 +165,9 @@ def test_what_is_no_image_is_refused(source, named, detector, photos):
 
 
 def test_arguments_that_make_no_sense_are_refused(detector, photos):
-    for arguments in ({"threshold": 50}, {"batch_size": 0}, {"tile": 8}):
+    wrong = [{"threshold": 50}, {"batch_size": 0}, {"tile": 8}]
+    wrong += [{"threshold": "0.3"}, {"threshold": None}, {"batch_size": "8"}, {"batch_size": 2.5}]
+    for arguments in wrong:
         with pytest.raises(UserError, match=next(iter(arguments))):
             detector.predict(photos / "0.png", **arguments)
 
@@ -283,6 +285,16 @@ def test_train_opens_the_detector_that_the_command_would_train(weights, toy, tmp
         ({"overrides": {"SOLVER.NOTHING": 1}}, "SOLVER.NOTHING"),
         ({"overrides": {"SOLVER.EPOCHS": 1, "OUTPUT_DIR": "x"}}, "OUTPUT_DIR"),
         ({"wrong_flag": 1}, "wrong_flag"),
+        ({"keep_clases": True}, "do you mean keep_classes"),
+        ({"weights": "other.pth"}, "leave out weights"),
+        ({"overrides": ["SOLVER.EPOCHS", 1]}, "overrides must be a dict"),
+        ({"output": 5}, "output"),
+        ({"data": 5}, "--data"),
+        ({"images": [5]}, "--images"),
+        ({"batch": 2.5}, "--batch"),
+        ({"image_size": "320"}, "--image-size"),
+        ({"freeze": "no"}, "--freeze"),
+        ({"device": 5}, "--device"),
     ],
 )
 def test_what_cannot_be_trained_is_named(arguments, named, detector, toy, tmp_path):
@@ -297,6 +309,10 @@ def test_what_cannot_be_trained_is_named(arguments, named, detector, toy, tmp_pa
         (lambda detector: detector("a.jpg", conf=0.5), "threshold"),
         (lambda detector: detector.predict(source="a.jpg"), "images"),
         (lambda detector: detector.export("a.onnx", format="onnx"), "suffix"),
+        (lambda detector: detector.export(5), "output must be"),
+        (lambda detector: detector.export("a.onnx", images="a.jpg"), "images must be a list"),
+        (lambda detector: detector.export("a.onnx", image_size=320), "image_size must be"),
+        (lambda detector: detector.train("data.yaml", opts=["SEED", 1]), "overrides"),
         (lambda detector: detector.train("data.yaml", imgsz=640), "image_size"),
         (lambda detector: qbheat_det.train("data.yaml", time=1), "minutes"),
         (lambda detector: detector.evaluate(source="data.yaml"), "data"),
@@ -347,6 +363,6 @@ def test_a_result_is_a_sequence_of_boxes(detector, photos):
     with pytest.raises(IndexError, match=f"has no box {len(result)}"):
         result[len(result)]
     assert not hasattr(result, "nothing_known")
-    without_boxes = dataclasses.replace(result, instances=Instances((9, 9)))
+    without_boxes = dataclasses.replace(result, prediction=Instances((9, 9)))
     with pytest.raises(AttributeError, match="pred_boxes"):  # the error of the property itself
         _ = without_boxes.boxes

@@ -4,6 +4,7 @@
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 from typing_extensions import assert_type
 
@@ -31,7 +32,7 @@ def predict() -> float:
     best = 0.0
     for result in detector.stream("photos/"):
         assert_type(result, Detections)
-        assert_type(result.boxes, Tensor)
+        assert_type(result.boxes, Tensor | npt.NDArray[np.float32])
         best = max(best, *result.scores.tolist())
         print(result.labels, result.to_coco())
     return best

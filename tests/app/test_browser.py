@@ -1,16 +1,18 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The page in a real Chromium: upload, predict, threshold, download, and what is no image."""
+"""The page in a real Chromium: predictions, the selection of images, the review of labels."""
 
 import json
 import os
 import shutil
 import sys
 import zipfile
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from qbheat_det.labelling import SUSPECT_FILES, LabelSuspect
 from tests.data.pictures import draw, save
 from tests.servers import serving
 
@@ -21,6 +23,11 @@ sync_api = pytest.importorskip(
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "app.py"
 ENTRY = "retinanet/285M_bccd"
+SUSPECTS = [
+    LabelSuspect("class", 0.9, 1, "0.png", 7, 2, "cat", (20, 20, 50, 40), "dog", (20, 20, 50, 40)),
+    LabelSuspect("missing", 0.8, 2, "1.png", None, 1, "dog", (60, 30, 40, 40)),
+    LabelSuspect("extra", 0.7, 3, "2.png", 9, 1, "dog", (10, 10, 30, 30), "dog", (10, 10, 30, 30)),
+]
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,7 +42,11 @@ def address(tmp_path_factory):
     photos = tmp_path_factory.mktemp("photos")
     for number in range(6):
         save(photos / f"{number}.png", draw(160, 120, seed=number))
+    suspects = tmp_path_factory.mktemp("suspects")
+    content = {"data": "d", "image_root": str(photos), "suspects": [*map(asdict, SUSPECTS)]}
+    (suspects / SUSPECT_FILES[0]).write_text(json.dumps(content))
     command = [sys.executable, str(TOOL), "--weights", ENTRY, "--images", str(photos)]
+    command += ["--suspects", str(suspects)]
     own = {"TMPDIR": str(folder), "PYTHONPATH": str(TOOL.parents[1])}
     with serving(command, env={**os.environ, **own}) as url:
         yield url
@@ -142,3 +153,28 @@ def test_images_are_accepted_and_skipped_with_keys_and_buttons(page):
         tasks = json.loads(archive.read("label_studio.json"))
     assert [Path(path).name for path in listed] == [seen[0], seen[5]]
     assert len(tasks) == 2
+
+
+def test_corrections_are_accepted_and_skipped_with_keys_and_buttons(page):
+    page.get_by_role("tab", name="Check labels").click()
+    page.get_by_role("button", name="Write the accepted corrections").click()
+    page.get_by_text("open a folder first").wait_for()
+    page.get_by_role("button", name="Open", exact=True).click()
+    for counts, text, act in (
+        ("0 accepted, 0 skipped", SUSPECTS[0].text, lambda: page.keyboard.press("a")),
+        ("1 accepted, 0 skipped", SUSPECTS[1].text, lambda: page.keyboard.press("a")),
+        ("2 accepted, 0 skipped", SUSPECTS[2].text, lambda: page.keyboard.press("b")),
+        ("2 accepted, 0 skipped", SUSPECTS[1].text, lambda: page.locator("#skip-label").click()),
+        ("1 accepted, 1 skipped", SUSPECTS[2].text, lambda: page.locator("#accept-label").click()),
+    ):
+        page.get_by_text(counts).wait_for()
+        page.get_by_text(text).wait_for()
+        page.locator("h1").click()  # the keys are for the page, not for a field
+        act()
+    page.get_by_text("2 accepted, 1 skipped").wait_for()
+    page.get_by_role("button", name="Write the accepted corrections").click()
+    with page.expect_download() as waiting:
+        page.get_by_role("button", name="Download corrections.json").click()
+    corrections = json.loads(Path(waiting.value.path()).read_text())
+    assert corrections["data"] == "d"
+    assert [one["annotation_id"] for one in corrections["suspects"]] == [7, 9]

@@ -29,7 +29,7 @@ class FakeDetector:
         instances.pred_boxes = Boxes(torch.tensor([[1.0, 2.0, 30.0, 20.0], [0.0, 0.0, 9.0, 9.0]]))
         instances.scores, instances.pred_classes = torch.tensor([0.9, 0.4]), torch.tensor([0, 1])
         names = {"class_names": ["cat", "dog"], "category_ids": [7, 9]}
-        return Detections(source=image, instances=instances, **names)
+        return Detections(source=image, prediction=instances, **names)
 
 
 def test_what_is_no_image_is_named_with_the_reason(tmp_path):

@@ -14,10 +14,11 @@ from qbheat_det.config import (
     get_cfg,
     get_config_path,
     load_config,
-    loading,
 )
-from qbheat_det.config.loading import EPOCH_KEYS, load_yaml, switch_off_overruled_epochs
+from qbheat_det.config.loading import EPOCH_KEYS, switch_off_overruled_epochs
+from qbheat_det.core import yaml_text
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.yaml_text import load_yaml
 
 
 def _write(path, text):
@@ -106,9 +107,9 @@ def test_aliases_are_counted_as_if_they_were_written_out(monkeypatch):
         value = yaml.safe_load(text)
         for limit, extent in (("_MAX_NODES", _count_nodes), ("_MAX_DEPTH", _measure_depth)):
             with monkeypatch.context() as patch:
-                patch.setattr(loading, limit, extent(value))
+                patch.setattr(yaml_text, limit, extent(value))
                 assert load_yaml(text) == value
-                patch.setattr(loading, limit, extent(value) - 1)
+                patch.setattr(yaml_text, limit, extent(value) - 1)
                 with pytest.raises(yaml.YAMLError, match="values"):
                     load_yaml(text)
 

@@ -116,6 +116,7 @@ def test_old_classes_come_first_with_their_rows_and_images_know_what_is_annotate
     annotated = {tuple(sorted(entry[ANNOTATED_CLASSES])) for entry in batch}
     assert annotated <= {(1, 2), (0, 1)}
     assert (1, 2) in annotated or names != ["new"]
+    assert (tmp_path / "grown" / "log.txt").read_text().count("Loaded '") == 1
     trainer.train()
     metrics = read_metrics(tmp_path / "grown")
     assert {"loss_kept_cls", "loss_kept_box", "loss_kept_features"} <= metrics[0].keys()
@@ -197,6 +198,17 @@ def test_without_the_flag_the_log_names_it(parts, run, tmp_path):
         assert ("--keep-classes" in log) == is_named
 
 
+def test_a_class_in_another_spelling_than_a_kept_one_is_named(parts, run, tmp_path):
+    new = tmp_path / "new"
+    shutil.copytree(parts["new"], new)
+    text = (new / "annotations.json").read_text()
+    (new / "annotations.json").write_text(text.replace("shape 1", " Shape 1"))
+    stage = assemble(keep({"new": new}, run, tmp_path / "grown", {}))
+    assert stage.cfg.MODEL.CLASS_NAMES == ["shape 4", "shape 1", "shape 2", " Shape 1"]
+    notes = [note for account in stage.data.given[0].accounts.values() for note in account.notes]
+    assert any("different classes: 'shape 1', ' Shape 1'" in note for note in notes)
+
+
 def test_what_cannot_be_kept_is_refused(parts, run, tmp_path):
     weights = str(run / "model_final.safetensors")
     tensors, info = read_weights(weights)
@@ -204,13 +216,15 @@ def test_what_cannot_be_kept_is_refused(parts, run, tmp_path):
     save_weights(encoder, tensors, WeightsInfo())
     architecture = {"MODEL.META_ARCHITECTURE": "SyncFCOS"}
     plain = {"MODEL.META_ARCHITECTURE": "RetinaNet"}
+    backbone = {"MODEL.FPN.BOTTOM_UP": "timm:resnet18"}
     of_detectron2 = str(tmp_path / "plain.safetensors")
     text = info.config.replace("SyncRetinaNet", "RetinaNet")
     save_weights(of_detectron2, tensors, WeightsInfo(class_names=OLD, config=text))
     cases = [
         ({}, ["new"], [], "--weights"),
         ({}, ["new"], ["--weights", encoder], "names no classes"),
-        (architecture, ["new"], ["--weights", weights], "SyncFCOS"),
+        (architecture, ["new"], ["--weights", weights], "SyncRetinaNet.*SyncFCOS"),
+        (backbone, ["new"], ["--weights", weights], "BOTTOM_UP MobileFormer.*timm:resnet18"),
         (plain, ["new"], ["--weights", of_detectron2], "RetinaNet cannot keep"),
         ({}, ["old"], ["--weights", weights], "no new one"),
         ({"MODEL.KEEP_CLASSES.NUM": "1"}, ["new"], ["--weights", weights], "KEEP_CLASSES.NUM"),

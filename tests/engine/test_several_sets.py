@@ -165,6 +165,53 @@ def test_copies_of_an_image_get_the_labels_of_all_sets_and_one_side(sets):
     assert sum("in several data sets" in note for note in notes) == 2
 
 
+@pytest.mark.parametrize("fraction", ["0.2", "0"])
+def test_an_image_in_both_parts_of_two_sets_is_validated_on_with_the_labels_of_both(fraction, sets):
+    """Also if all sets have validation parts, and the copies have other names."""
+    content = json.loads((sets / "b" / "b.json").read_text())
+    for part, numbers in (("train", range(9, 16)), ("valid", range(16, 21))):
+        folder = sets / "c" / part
+        folder.mkdir(parents=True)
+        images = [one for one in content["images"] if one["id"] in numbers]
+        boxes = [one for one in content["annotations"] if one["image_id"] in numbers]
+        lists = {**content, "images": images, "annotations": boxes}
+        (folder / "_annotations.coco.json").write_text(json.dumps(lists))
+        for image in images:
+            shutil.copy(sets / "b" / image["file_name"], folder)
+    shutil.copy(sets / "a" / "valid" / "000007.jpg", sets / "c" / "train" / "000010.jpg")
+    shutil.copy(sets / "a" / "train" / "000002.jpg", sets / "c" / "valid" / "000017.jpg")
+    flags = "--data a --data c --output run"
+    data = assemble(parse(flags, **{"DATASETS.VAL_FRACTION": fraction})).data
+    assert data.shared == ""
+    assert data.split["num_held_out"] == 0
+    train, val = list_images("custom_train"), list_images("custom_val")
+    assert (len(train), len(val)) == (6 + 7 - 2, 2 + 5)
+    assert not {f"{sets}/a/train/000002.jpg", f"{sets}/c/train/000010.jpg"} & (train | val)
+    records = {record["file_name"]: record for record in DatasetCatalog.get("custom_val")}
+    assert ANNOTATED_CLASSES not in records[f"{sets}/a/valid/000007.jpg"]  # all of them
+    assert ANNOTATED_CLASSES not in records[f"{sets}/c/valid/000017.jpg"]
+    notes = [note for account in data.accounts.values() for note in account.notes]
+    assert sum("1 training images of" in note and "only" in note for note in notes) == 2
+
+    words = [*flags.split()[:4], "--output", "inspection", "--num-samples", "0"]
+    assert load_tool("inspect_dataset").main(words) == 0
+    logging.disable(logging.NOTSET)  # the tool hides warnings
+
+    results = run_tool(["--config-file", CONFIG, *flags.split(), *words_of(QUICK)])["bbox"]
+    run = Run.open(sets / "run")
+    assert list_images(run.find_set("train")) == train
+    assert list_images(run.find_set("test")) == val
+    weights = ["--eval-only", "--weights", "run", "MODEL.DEVICE", "cpu"]
+    again = run_tool([*weights, "--data", "a", "--data", "c"])["bbox"]
+    np.testing.assert_equal(again, results)
+
+    for part in ("train", "valid"):
+        shutil.copytree(sets / "a" / part, sets / "d" / ("train" if part == "valid" else "valid"))
+    shutil.rmtree(sets / "c" / "train")
+    with pytest.raises(UserError, match="all training images"):
+        assemble(parse("--data a --data d"))
+
+
 def test_inspection_speaks_of_all_sets(sets, capsys):
     shutil.copy(sets / "a" / "valid" / "000007.jpg", sets / "b" / "000010.jpg")
     words = ["--data", "a", "--data", "b/b.json", "--output", "inspection", "--num-samples", "0"]

@@ -23,7 +23,7 @@ from qbheat_det.export.agreement import (
 from qbheat_det.export.files import write_onnx
 from qbheat_det.export.graph import build_exportable, trace
 from qbheat_det.export.heads import EMPTY, suppress_overlaps
-from qbheat_det.inference.exported import TASK_OUTPUTS, ExportedModel, ExportInfo, to_instances
+from qbheat_det.inference.exported import TASK_OUTPUTS, ExportedModel, ExportInfo, split_detections
 from qbheat_det.inference.predict import build_predictor
 from tests.export.tiny_models import TwoMaps, build, make_config, save_model
 
@@ -57,7 +57,8 @@ def test_a_batch_gives_the_predictors_boxes_of_each_image(
     with torch.no_grad():
         outputs = exportable(torch.from_numpy(images))
     named = {name: x.numpy() for name, x in zip(exportable.info.outputs, outputs, strict=True)}
-    for found, image in zip(to_instances(named, (75, 90)), images, strict=True):
+    for arrays, image in zip(split_detections(named, (75, 90)), images, strict=True):
+        found = arrays.to_instances()
         bgr = image if pixel_format == "BGR" else image[:, :, ::-1]
         expected = predictor(bgr)["instances"]
         expected = expected[expected.scores.argsort(descending=True)]

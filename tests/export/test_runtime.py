@@ -152,7 +152,7 @@ def test_other_images_and_failures_inside_are_errors(tmp_path):
         with pytest.raises(ValueError, match="uint8"):
             model(strange)
     (found,) = model(images[:1])
-    assert found.pred_boxes.tensor.tolist() == [[0, 0, 5, 4]]
+    assert found.pred_boxes.tolist() == [[0, 0, 5, 4]]
     one_size = write(tmp_path / "one.onnx", DETECTOR, **describe(image_size=[4, 5]))
     model = ExportedModel.open(one_size, device="cpu")
     assert [len(found) for found in model(images)] == [1, 1]  # one at a time
@@ -189,7 +189,7 @@ def test_an_encoder_and_its_heads_are_one_model(tmp_path):
     folder, image = write_shared(tmp_path / "shared"), save_image(tmp_path / "0.png")
     model = SharedEncoderModel(folder, device="cpu")
     results = model(np.zeros((1, 96, 64, 3), np.uint8))
-    assert results["one"][0].pred_boxes.tensor.tolist() == [[0, 0, 64, 96]]
+    assert results["one"][0].pred_boxes.tolist() == [[0, 0, 64, 96]]
     arguments = ["--weights", str(folder / "head_one.onnx"), "--json", str(tmp_path / "r.json")]
     assert PREDICT.main([*arguments, "--device", "cpu", "--images", image]) == 0
     (one,) = json.loads((tmp_path / "r.json").read_text())

@@ -16,7 +16,8 @@ from qbheat_det.export.agreement import build_reference
 from qbheat_det.export.graph import build_exportable
 from qbheat_det.export.shared_encoder import _pad_maps_of, split_models
 from qbheat_det.inference.exported import SharedEncoderModel
-from qbheat_det.inference.predict import build_predictor, is_classifier
+from qbheat_det.inference.predict import build_predictor
+from qbheat_det.tasks import CLASSIFICATION, find_task
 from tests.export.tiny_models import build, make_config, save, save_photos
 from tests.tool_modules import load_tool, refuse
 
@@ -149,13 +150,13 @@ def _pixels(exported, index=0):
 
 def _scores(result):
     """Returns the scores of the first image, whatever the head."""
-    return result[0].scores.numpy() if isinstance(result, list) else result[0]
+    return result[0].scores if isinstance(result, list) else result[0]
 
 
 def _compute_scores(weights, image):
     cfg = load_run_config(str(weights), device="cpu")
     predictor = build_predictor(cfg)
-    if is_classifier(cfg):
+    if find_task(cfg) is CLASSIFICATION:
         return build_reference(predictor, cfg, "classification")(image)["scores"][0]
     scores = predictor(image[:, :, ::-1])["instances"].scores
     return scores.sort(descending=True).values.numpy()

@@ -24,6 +24,7 @@ from qbheat_det.inference.decoding import DecodingLimits
 from qbheat_det.inference.files import classify_images, name_outputs, predict_images
 from qbheat_det.inference.images import find_inputs
 from qbheat_det.inference.predict import build_predictor
+from qbheat_det.inference.predictor import DetectorSettings
 from qbheat_det.inference.results import Detections, save_annotations
 from tests.data.pictures import make_jpeg_of_scans, save_video
 from tests.engine.tiny_detectors import make_probe_config, make_retinanet_config, save_run
@@ -45,7 +46,7 @@ def _run(cfg, weights, inputs, output=None, score_threshold=0.0):
     return predict_images(
         build_predictor(cfg),
         find_inputs([str(path) for path in inputs]),
-        cfg,
+        DetectorSettings.from_config(cfg),
         score_threshold=score_threshold,
         output_dir=output,
     )
@@ -66,7 +67,11 @@ def test_files_beyond_the_limits_are_skipped_with_the_reason(probe, tmp_path):
 
     def predict(**limits):
         found = predict_images(
-            predictor, files, cfg, score_threshold=0.0, limits=DecodingLimits(**limits)
+            predictor,
+            files,
+            DetectorSettings.from_config(cfg),
+            score_threshold=0.0,
+            limits=DecodingLimits(**limits),
         )
         return found, {Path(path).name: reason for path, reason in found.skipped}
 

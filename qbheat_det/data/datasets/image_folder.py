@@ -13,11 +13,12 @@ from typing import Any
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.image_files import IMAGE_SUFFIXES
 from qbheat_det.core.text import join_first
 
 from .account import Account, LeftOut
 from .file_tree import FileTree, walk
-from .image_suffixes import IMAGE_SUFFIXES, describe_format, is_image
+from .image_suffixes import describe_format, is_image
 
 logger = logging.getLogger(__name__)
 

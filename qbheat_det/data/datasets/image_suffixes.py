@@ -3,10 +3,8 @@
 
 import os
 
-IMAGE_SUFFIXES = frozenset(
-    {".jpg", ".jpeg", ".jfif", ".jpe", ".png", ".bmp", ".webp", ".tif", ".tiff"}
-)
-"""Suffixes of images in formats that can be read, in lower case."""
+from qbheat_det.core.image_files import IMAGE_SUFFIXES
+
 UNREAD_SUFFIXES = frozenset(
     {
         *(".arw", ".avif", ".cr2", ".cr3", ".dcm", ".dng", ".exr", ".gif", ".heic", ".heif"),

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.image_files import Size
 from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import short
-from qbheat_det.data.images import Size
 
 from .account import LeftOut
 

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from qbheat_det.config.loading import load_yaml
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
+from qbheat_det.core.yaml_text import load_yaml
 from qbheat_det.data.checks import short
 from qbheat_det.data.datasets.account import LeftOut
 from qbheat_det.data.datasets.file_tree import FileTree, is_below, stem_of
