@@ -98,6 +98,8 @@ def check_writable(path: str | os.PathLike[str]) -> None:
             raise NotADirectoryError(errno.ENOTDIR, "")
         if not os.access(ancestor, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "")
+        with contextlib.suppress(FileNotFoundError):  # a name that is too long raises another error
+            os.stat(ancestor / _name_partial(target).name)
     except OSError as error:
         raise _explain_write_error(target, error) from error
 
@@ -183,13 +185,18 @@ class _Stream(io.BufferedWriter):
             raise
 
 
+def _name_partial(target: Path) -> Path:
+    """Returns a new name of a hidden file next to the target."""
+    return target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{_PARTIAL_SUFFIX}")
+
+
 def _open_partial(target: Path) -> tuple[Path, _Stream]:
     """Creates a hidden file next to the target. Returns its path and the open file.
 
     The file is locked, so that ``remove_leftovers`` of another process does not remove it.
     """
     while True:
-        partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{_PARTIAL_SUFFIX}")
+        partial = _name_partial(target)
         stream = _Stream(io.FileIO(partial, "xb"))
         try:
             _lock(stream)

@@ -216,6 +216,15 @@ def test_a_defect_keeps_its_traceback(error):
         wrapped()
 
 
+def test_a_name_that_is_too_long_is_refused_before_the_computation(tmp_path):
+    longest = 255 - len(".") - len(".12345678.incomplete")
+    for folder in (tmp_path, tmp_path / "new"):
+        check_writable(folder / ("x" * longest))
+        with pytest.raises(UserError, match="too long"):
+            check_writable(folder / ("x" * (longest + 1)))
+    write_atomically(tmp_path / ("x" * longest), b"content")
+
+
 _TOOL = """
 import sys
 from qbheat_det.core.errors import exit_on_user_error
