@@ -212,10 +212,13 @@ def train_stage(stage: Stage) -> dict[str, Any]:
         return results
 
 
-def start_afresh(flags: RunFlags) -> Trainer:
-    """Returns the trainer of a new run, which replaces an earlier run in ``flags.output``.
+def train_afresh(flags: RunFlags) -> tuple[Trainer, dict[str, Any]]:
+    """Trains a new run, which replaces an earlier run in ``flags.output``. Writes no report.
 
     The caller prevents that two processes do so at once: see ``refuse_second_command``.
+
+    Returns:
+        The trainer, and the results of the last evaluation.
 
     Raises:
         UserError: the config or the data are invalid, or the folder has other files.
@@ -228,16 +231,6 @@ def start_afresh(flags: RunFlags) -> Trainer:
     setup(stage)
     trainer = Trainer(stage.cfg)
     trainer.resume_or_load(resume=False)
-    return trainer
-
-
-def train_afresh(flags: RunFlags) -> tuple[Trainer, dict[str, Any]]:
-    """Trains a new run, which replaces an earlier run in ``flags.output``. Writes no report.
-
-    Returns the trainer, and the results of the last evaluation. Raises the errors of
-    ``start_afresh``.
-    """
-    trainer = start_afresh(flags)
     try:
         return trainer, trainer.train()
     except Interrupted as stop:

@@ -39,7 +39,7 @@ from qbheat_det.api import (
     count_decoders,
     load_detector,
 )
-from qbheat_det.core.environment import VERSION
+from qbheat_det.core.environment import VERSION, return_freed_memory
 
 from .connections import listen, run_server
 from .forms import BadForm, is_form, read_file
@@ -51,6 +51,7 @@ LOWEST_SCORE = 0.01  # boxes with a lower score are never returned
 STALL_SECONDS = 30.0  # without an answer to any open request, after which /health says so
 MAX_FAILURES = 3  # failed batches in succession, after which /health says so
 BODIES = 10  # the bodies of all requests together have at most this many times ``megabytes``
+REST_SECONDS = 5.0  # without a request, after which freed memory is returned to the system
 USUAL_SCANS = 12  # of a JPEG; those with more keep at most all decoders but one busy
 IMAGES = 4  # the decoded images together have at most this many times ``megapixels``
 _IMAGE = {"schema": {"type": "string", "format": "binary"}}
@@ -219,6 +220,7 @@ class PredictionService:
     ) -> None:
         """``build_server`` describes the arguments."""
         self._detector = detector
+        self._thread = thread
         self._limits = limits
         self._batches = BatchQueue(self._predict_batch, batch_size, thread)
         self._decoders = DecodingProcesses(count_decoders())
@@ -231,6 +233,7 @@ class PredictionService:
         self._pixels = Budget(IMAGES * limits.megapixels * 1e6)
         self._waiting = Progress()  # requests whose body is complete
         self._num_open = 0
+        self._rest: asyncio.TimerHandle | None = None
 
     def check_health(self) -> None:
         """Raises an ``HTTPException`` if predictions are not answered."""
@@ -266,6 +269,7 @@ class PredictionService:
             raise HTTPException(503, "the server stops") from error
         finally:
             self._num_open -= 1
+            self._rest_later()
             await self._bodies.give_back(len(body))
 
     async def _predict(self, request: Request, body: bytearray) -> tuple[int, int, Detections]:
@@ -289,6 +293,16 @@ class PredictionService:
             return height, width, await asyncio.wrap_future(self._batches.submit(image))
         finally:
             await self._pixels.give_back(height * width)
+
+    def _rest_later(self) -> None:
+        """Returns freed memory to the system if no request comes for some seconds."""
+        if self._rest is not None:
+            self._rest.cancel()
+        self._rest = asyncio.get_running_loop().call_later(REST_SECONDS, self._return_memory)
+
+    def _return_memory(self) -> None:
+        if self._num_open == 0:  # otherwise, the end of the open requests starts the time again
+            self._thread.submit(return_freed_memory)
 
     def _predict_batch(self, images: list[Image]) -> list[Detections]:
         return self._detector.predict(images, threshold=LOWEST_SCORE, batch_size=len(images))

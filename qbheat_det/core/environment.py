@@ -150,15 +150,24 @@ def keep_freed_memory() -> bool:
     fill each new block with zeros. For feature maps of tens of megabytes, this takes as long as the
     computation. Other C libraries do not have the setting.
     """
-    if platform.libc_ver()[0] != "glibc":
+    if not _has_glibc():
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _MAX_KEPT_BYTES))
 
 
 def return_freed_memory() -> None:
-    """Returns memory that was freed after ``keep_freed_memory`` to the system. Needs glibc."""
-    ctypes.CDLL(None).malloc_trim(0)
+    """Returns freed memory that malloc has kept to the system, if the C library is glibc.
+
+    glibc keeps up to 64 MB of freed memory for each thread, also without ``keep_freed_memory``.
+    """
+    if _has_glibc():
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+@functools.cache
+def _has_glibc() -> bool:
+    return platform.libc_ver()[0] == "glibc"
 
 
 def supports_bfloat16(device: "torch.device") -> bool:

@@ -191,11 +191,32 @@ def _receive(connection: Connection, name: str | Path) -> Iterator[Any]:
         if kind == "unreadable":
             raise UnreadableImage(name, value)
         if kind == "pixels":  # the value is their shape
-            image = np.empty(value, np.uint8)
-            connection.recv_bytes_into(image.data.cast("B"))
-            yield image
+            yield _receive_pixels(connection, value)
         else:
             yield value
+
+
+def _receive_pixels(connection: Connection, shape: tuple[int, ...]) -> Image:
+    """Returns the pixels that ``_send_pixels`` sends.
+
+    ``Connection.recv_bytes_into`` would need twice the memory of the image.
+    """
+    image = np.empty(shape, np.uint8)
+    missing = image.data.cast("B")
+    while missing:
+        num_read = os.readv(connection.fileno(), [missing])
+        if not num_read:
+            raise EOFError("the decoder ended while it sent pixels")
+        missing = missing[num_read:]
+    return image
+
+
+def _send_pixels(connection: Connection, image: Image) -> None:
+    """Sends the bytes of an image, without their number."""
+    missing = np.ascontiguousarray(image).data.cast("B")
+    while missing:
+        num_written = os.write(connection.fileno(), missing)
+        missing = missing[num_written:]
 
 
 def count_decoders() -> int:
@@ -224,7 +245,7 @@ def _answer(connection: Connection, request: _Request, content: bytes | None) ->
         for result in _timed(_run(request, content), request.limits.seconds):
             if isinstance(result, np.ndarray):
                 connection.send(("pixels", result.shape))
-                connection.send_bytes(np.ascontiguousarray(result).data.cast("B"))
+                _send_pixels(connection, result)
             else:
                 connection.send(("value", result))
     except UnreadableImage as error:

@@ -61,6 +61,14 @@ def test_the_boxes_are_those_of_predict(client, detector):
     np.testing.assert_allclose(found, wanted, atol=0.006)
 
 
+def test_freed_memory_is_returned_when_no_request_comes(client, monkeypatch):
+    returned = threading.Event()
+    monkeypatch.setattr(server, "return_freed_memory", returned.set)
+    monkeypatch.setattr(server, "REST_SECONDS", 0.05)
+    assert client.post("/predict", content=CELLS).status_code == 200
+    assert returned.wait(30)
+
+
 def test_a_form_is_answered_like_its_image(client):
     expected = client.post("/predict", content=CELLS).json()
     fields = {"note": "a field before the file"}

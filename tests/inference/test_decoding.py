@@ -1,0 +1,35 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The pixels that a decoding process sends."""
+
+import multiprocessing
+import threading
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from qbheat_det.inference.decoding import _receive_pixels, _send_pixels
+
+
+def test_pixels_arrive_as_sent_and_need_the_memory_of_one_image():
+    turned = np.random.default_rng(0).integers(0, 256, (1200, 900, 3), np.uint8).swapaxes(0, 1)
+    here, there = multiprocessing.Pipe()
+    sender = threading.Thread(target=_send_pixels, args=(there, turned))
+    tracemalloc.start()
+    try:
+        sender.start()
+        received = _receive_pixels(here, turned.shape)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    sender.join()
+    np.testing.assert_array_equal(received, turned)
+    assert peak < 2.2 * turned.nbytes  # of the sender's copy, and of the received image
+
+
+def test_a_process_that_ends_while_it_sends_pixels_is_noticed():
+    here, there = multiprocessing.Pipe()
+    _send_pixels(there, np.zeros((10, 10, 3), np.uint8))
+    there.close()
+    with pytest.raises(EOFError):
+        _receive_pixels(here, (20, 10, 3))
