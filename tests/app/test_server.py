@@ -116,6 +116,50 @@ def test_bad_forms_are_named(body, named):
         read_file(body, "multipart/form-data")
 
 
+_FORM = "multipart/form-data; "
+
+
+@pytest.mark.parametrize(
+    ("content_type", "head"),
+    [
+        (_FORM + 'a="' + ";" * 60_000 + "; boundary=B", FILE),
+        (_FORM + 'a=";' + '\\";' * 20_000 + "; boundary=B", FILE),
+        (_FORM + "boundary*" + "9" * 5000 + "=B", FILE),
+        (_FORM + "boundary*=idna''%ff", FILE),
+        (_FORM + "boundary*=\0''zz", FILE),
+        (_FORM + "boundary=B", b'Content-Disposition: form-data; filename="' + b";" * 8000),
+        (_FORM + "boundary=B", b"Content-Disposition: form-data; filename*" + b"9" * 5000 + b"=x"),
+        (_FORM + "boundary=B", b"Content-Disposition:" + b"; filename*" * 700),
+    ],
+)
+def test_a_crafted_form_takes_no_time_and_raises_no_other_error(content_type, head):
+    start = time.process_time()
+    with contextlib.suppress(BadForm):
+        read_file(make_form(*[(head, b"x")] * 20), content_type)
+    assert time.process_time() - start < 1
+
+
+@pytest.mark.parametrize(
+    ("head", "is_file"),
+    [
+        (b"Content-Disposition: form-data; name=file; filename=a.jpg", True),
+        (b'content-type: image/png\r\ncontent-disposition: form-data;\r\n filename="a"', True),
+        (b"Content-Disposition: form-data; filename*=UTF-8''%e2%82%ac.jpg", True),
+        (b'Content-Disposition: form-data; name="file"; filename="a\\"; b.jpg"', True),
+        (b'Content-Disposition: form-data; name="file"; filename=""', True),
+        (b'Content-Disposition: form-data; name="a; filename=b"', False),
+        (b"Content-Disposition: form-data; name=filename", False),
+    ],
+)
+def test_a_part_with_a_file_name_is_a_file(head, is_file):
+    body = make_form((head, b"content"), end=b"--")
+    if is_file:
+        assert read_file(body, "multipart/form-data;boundary=B") == b"content"
+    else:
+        with pytest.raises(BadForm, match="0 files"):
+            read_file(body, "Multipart/Form-Data; Boundary=B; charset=utf-8")
+
+
 def test_health_model_and_description(client):
     assert client.get("/health").json() == {"status": "ok"}
     assert client.get("/model").json()["class_names"] == ["RBC", "WBC", "Platelets"]
