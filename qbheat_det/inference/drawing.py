@@ -29,6 +29,7 @@ Color = tuple[int, int, int]
 BACKGROUND: Color = (24, 26, 30)
 """The color between images, and behind headings and labels."""
 _MAX_ENLARGED_SIDE = 8192  # pixels; JPEG allows 65,500 and OpenCV 32,767
+_MAX_LABEL = 100  # characters; Pillow takes minutes to draw a class name of 100,000
 _GOLDEN_ANGLE = 0.618034  # step between hues, so that adjacent classes differ clearly
 
 
@@ -117,6 +118,7 @@ def draw_boxes(
         width = round(width * scale)
         height = round(height * scale)
         image = np.asarray(cv2.resize(image, (width, height), interpolation=cv2.INTER_CUBIC))
+    labels = [label[:_MAX_LABEL] for label in labels]
     canvas = PIL.Image.fromarray(image)
     pen = PIL.ImageDraw.Draw(canvas)
     line_width = max(2, round(min(height, width) / 220))

@@ -6,6 +6,7 @@ Imports neither PyTorch nor Detectron2, so that the first prediction takes less 
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -104,6 +105,13 @@ class ExportInfo:
         has_fixed_outputs = info.task in TASK_OUTPUTS
         if has_fixed_outputs and info.outputs != TASK_OUTPUTS[info.task]:
             raise UserError(f"'{where}' does not have the outputs of its task: export it again")
+        if len(info.image_size) not in (0, 2):
+            raise UserError(f"'{where}': 'image_size' has {len(info.image_size)} numbers, not 2")
+        num_names = len(info.class_names)
+        num_ids = len(info.category_ids)
+        has_both = info.task == "detection" and num_names and num_ids
+        if has_both and num_names != num_ids:
+            raise UserError(f"'{where}' has {num_names} class names, but {num_ids} category ids")
         return info
 
 
@@ -166,7 +174,7 @@ class ExportedModel:
             ValueError: the images have a wrong shape or type.
             UserError: the images are not of size ``info.image_size``, or onnxruntime fails.
         """
-        return _format(self.run(images), self.info, images)
+        return _format(self.run(images), self.info, images, self.path)
 
     def run(self, images: Images) -> Outputs:
         """Runs the model on images (N, H, W, 3). Returns the outputs that ``ExportInfo`` describes.
@@ -212,6 +220,8 @@ class ExportedModel:
         for key in _INPUT_DEFAULTS:
             if type(values[key]) is not int or values[key] < 0:
                 raise UserError(f"{where}: INPUT.{key} is {values[key]!r:.60}, not a number")
+        if not values["MAX_SIZE_TEST"]:
+            raise UserError(f"{where}: INPUT.MAX_SIZE_TEST is 0, not the length of a side")
         return DetectorSettings(
             class_names=list(self.info.class_names),
             category_ids=list(self.info.category_ids),
@@ -282,7 +292,8 @@ class SharedEncoderModel:
         results = {}
         for name, session in self._sessions.items():
             outputs = _run_session(session, features)
-            results[name] = _format(outputs, self.heads[name].info, images)
+            head = self.heads[name]
+            results[name] = _format(outputs, head.info, images, head.path)
         return results
 
     def encode(self, images: Images) -> Outputs:
@@ -342,6 +353,47 @@ def split_detections(outputs: Outputs, size: tuple[int, int]) -> list[ArrayInsta
     return results
 
 
+def _find_fault(outputs: Outputs, info: ExportInfo, num_images: int) -> str | None:
+    """Returns what is wrong with the outputs for N images, or None."""
+    if not all(isinstance(output, np.ndarray) for output in outputs.values()):
+        return "has outputs that are not tensors"
+    if info.task == "detection":
+        return _find_fault_of_boxes(outputs, info, num_images)
+    if info.task == "classification":
+        scores = outputs["scores"]
+        num_classes = len(info.class_names) or (scores.shape or (0,))[-1]
+        if scores.shape != (num_images, num_classes) or scores.dtype.kind != "f":
+            return f"has scores {scores.shape}, but describes {num_classes} classes"
+        if not np.isfinite(scores).all():
+            return "returns scores that are not finite"
+    return None
+
+
+def _find_fault_of_boxes(outputs: Outputs, info: ExportInfo, num_images: int) -> str | None:
+    """Returns what is wrong with a detector's outputs for N images, or None."""
+    boxes = outputs["boxes"]
+    scores = outputs["scores"]
+    labels = outputs["labels"]
+    counts = outputs["counts"]
+    rows = scores.shape[1] if scores.ndim == 2 else 0
+    shapes = [boxes.shape, scores.shape, labels.shape, counts.shape]
+    if shapes != [(num_images, rows, 4), (num_images, rows), (num_images, rows), (num_images,)]:
+        return f"has outputs of the wrong shapes {', '.join(map(str, shapes))}"
+    kinds = boxes.dtype.kind + scores.dtype.kind + labels.dtype.kind + counts.dtype.kind
+    if kinds != "ffii":  # floats and integers
+        return "has outputs of wrong types"
+    if not np.all((counts >= 0) & (counts <= rows)):
+        return f"counts {counts.min()} to {counts.max()} detections, but has {rows} rows"
+    is_detection = np.arange(rows) < counts[:, None]  # (N, R); the remaining rows are padding
+    if not np.isfinite(boxes[is_detection]).all() or not np.isfinite(scores[is_detection]).all():
+        return "returns boxes or scores that are not finite"
+    num_classes = len(info.class_names) or len(info.category_ids) or math.inf
+    found = labels[is_detection]
+    if not np.all((found >= 0) & (found < num_classes)):
+        return f"returns the classes {found.min()} to {found.max()}, but describes {num_classes}"
+    return None
+
+
 def _check_images(images: Images) -> Images:
     """Returns the images as a contiguous array, or raises a ``ValueError``."""
     is_batch = images.ndim == 4 and images.shape[3] == 3 and images.size > 0
@@ -352,8 +404,14 @@ def _check_images(images: Images) -> Images:
     return np.ascontiguousarray(images)
 
 
-def _format(outputs: Outputs, info: ExportInfo, images: Images) -> Any:
-    """Converts raw outputs for ``images`` to the results of ``ExportedModel.__call__``."""
+def _format(outputs: Outputs, info: ExportInfo, images: Images, path: Path) -> Any:
+    """Converts raw outputs for ``images`` to the results of ``ExportedModel.__call__``.
+
+    Raises a ``UserError``, which names the file ``path``, if they are not as ``info`` describes.
+    """
+    fault = _find_fault(outputs, info, len(images))
+    if fault:
+        raise UserError(f"'{path}' {fault}: export the weights again")
     if info.task == "detection":
         return split_detections(outputs, (images.shape[1], images.shape[2]))
     if info.task == "classification":

@@ -112,6 +112,7 @@ PREDICT = load_tool("predict")
 _CHANGES = [
     {"class_names": "cat"}, {"outputs": ["boxes"]}, {"config": 5}, {"category_ids": [True]},
     {"score_threshold": "low"}, {"pixel_format": "GBR"}, {"format": 2}, {"surprise": 1},
+    {"image_size": [4]}, {"image_size": [4, 5, 3]}, {"category_ids": [4]},
 ]  # fmt: skip
 
 
@@ -161,6 +162,55 @@ def test_other_images_and_failures_inside_are_errors(tmp_path):
     fails = ExportedModel(model.path, model.info, lambda images: {"boxes": images[9]})
     with pytest.raises(UserError, match=r"one\.onnx"):
         fails(images)
+
+
+def write_constants(path, **changes):
+    """Writes a detector that returns constants: a box of the class "dog" in any one image."""
+    outputs = {
+        "boxes": "float[1,1,4] {1, 2, 3, 4}",
+        "scores": "float[1,1] {0.5}",
+        "labels": "int64[1,1] {1}",
+        "counts": "int64[1] {1}",
+    } | changes
+    types = ", ".join(f"{value.split()[0]} {name}" for name, value in outputs.items())
+    lines = [f"{name} = Constant<value = {value}>()" for name, value in outputs.items()]
+    body = "\n".join(lines)
+    text = f"{_HEADER}detector (uint8[N,H,W,3] images) => ({types}) {{ {body} }}"
+    return write(path, text, **describe())
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"counts": "int64[1] {-1}"}, "counts -1"),
+        ({"counts": "int64[1] {2}"}, "counts 2"),
+        ({"counts": "int64[1,1] {1}"}, "shapes"),
+        ({"counts": "int64[2] {1, 1}"}, "shapes"),
+        ({"counts": "float[1] {1}"}, "types"),
+        ({"labels": "int64[1,1] {-1}"}, "classes -1"),
+        ({"labels": "int64[1,1] {2}"}, "classes 2"),
+        ({"labels": "float[1,1] {1}"}, "types"),
+        ({"labels": "int64[1,2] {1, 1}"}, "shapes"),
+        ({"boxes": "float[1,1,5] {1, 2, 3, 4, 5}"}, "shapes"),
+        ({"boxes": "float[1,2,4] {1, 2, 3, 4, 1, 2, 3, 4}"}, "shapes"),
+        ({"boxes": "float[1,1,4] {1, 2, 3, nan}"}, "finite"),
+        ({"scores": "float[1,1] {nan}"}, "finite"),
+    ],
+)
+def test_outputs_that_are_not_as_described_are_refused(tmp_path, changes, fault):
+    images = np.zeros((1, 8, 8, 3), np.uint8)
+    good = ExportedModel.open(write_constants(tmp_path / "good.onnx"), device="cpu")
+    assert good(images)[0].pred_classes.tolist() == [1]
+    bad = ExportedModel.open(write_constants(tmp_path / "bad.onnx", **changes), device="cpu")
+    with pytest.raises(UserError, match=rf"bad\.onnx' .*{fault}"):
+        bad(images)
+
+
+def test_a_classifier_with_another_number_of_scores_than_names_is_refused(tmp_path):
+    info = describe("classification", class_names=["red", "green"])
+    model = ExportedModel.open(write(tmp_path / "x.onnx", CLASSIFIER, **info), device="cpu")
+    with pytest.raises(UserError, match=r"x\.onnx' has scores \(1, 3\)"):
+        model(np.ones((1, 4, 5, 3), np.uint8))
 
 
 def test_the_program_in_the_docs_needs_onnxruntime_and_numpy_alone(tmp_path):

@@ -106,6 +106,12 @@ def test_arrays_and_instances_give_the_same_results(number):
         assert one.instances.pred_boxes.tensor.tolist() == one.boxes.tolist()
 
 
+def test_a_very_long_class_name_is_drawn_in_part():
+    image = np.zeros((400, 500, 3), np.uint8)
+    drawn = draw_instances(image, make(3), ["x" * 100_000] * 3)
+    assert np.array_equal(drawn, draw_instances(image, make(3), ["x" * 200] * 3))
+
+
 _REGISTERED = """
 import sys
 import qbheat_det
