@@ -9,7 +9,12 @@ that an exported file runs without it.
 from typing import TYPE_CHECKING
 
 from qbheat_det.core.lazy import import_name
-from qbheat_det.inference.decoding import DecodingLimits, DecodingProcesses, count_decoders
+from qbheat_det.inference.decoding import (
+    DecodingLimits,
+    DecodingProcesses,
+    count_decoders,
+    end_if_imported_by_child,
+)
 from qbheat_det.inference.drawing import get_class_color
 from qbheat_det.inference.files import PREDICTION_LIMITS, predict_files
 from qbheat_det.inference.images import Image, UnreadableImage, find_inputs
@@ -45,6 +50,7 @@ __all__ = [
     "UnreadableImage",
     "count_decoders",
     "embed_images",
+    "end_if_imported_by_child",
     "find_inputs",
     "find_weights",
     "fit_penalised",

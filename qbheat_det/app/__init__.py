@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from qbheat_det.api import end_if_imported_by_child
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.termination import end_process
 
@@ -47,6 +48,7 @@ def serve(
     Raises:
         UserError: Gradio is not installed, a model does not exist, or the port is in use.
     """
+    end_if_imported_by_child()
     models = Models(weights, device=device)
     temporary = tempfile.TemporaryDirectory(prefix="qbheat_app_")
 

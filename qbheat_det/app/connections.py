@@ -152,9 +152,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener.bind((host, port))
         listener.listen(_BACKLOG)  # connections wait until the server starts
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, TypeError) as error:  # TypeError for a host with odd characters
         listener.close()
         raise UserError(
-            f"cannot listen on {host}:{port} ({error}): choose another --port"
+            f"cannot listen on {host!a}:{port} ({error}): choose another --host or --port"
         ) from error
     return listener

@@ -37,6 +37,7 @@ from qbheat_det.api import (
     Image,
     UnreadableImage,
     count_decoders,
+    end_if_imported_by_child,
     load_detector,
 )
 from qbheat_det.core.environment import VERSION, return_freed_memory
@@ -446,8 +447,10 @@ def serve(
         limits: limits on requests; by default ``Limits()``.
 
     Raises:
-        UserError: the model is not a detector, or the port is in use.
+        UserError: the model is not a detector, the port is in use, or a script calls this function
+            outside of ``if __name__ == "__main__":``.
     """
+    end_if_imported_by_child()
     thread = ThreadPoolExecutor(1, thread_name_prefix="model")
     detector = thread.submit(load_and_warm_up, weights, device, fast).result()
     with listen(host, port) as listener:

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import functools
 import os
+import select
 import signal
 import sys
 import traceback
@@ -16,6 +17,7 @@ from .text import escape_controls, one_line
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_EXIT_OF_LOST_READER = 128 + 13  # SIGPIPE, which Windows does not have
 
 
 class UserError(Exception):
@@ -49,20 +51,26 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
 
     For a ``UserError`` or a full disk, the tool prints one line and exits with code 2. After a
     signal, it exits with 128 plus the signal's number (130 for Ctrl-C), after SIGTERM in at most
-    ``GRACE_SECONDS``. Other exceptions are not caught. If the environment has
+    ``GRACE_SECONDS``. If nobody reads its output any more, as in ``qbheat … | head``, it exits with
+    141, like other programs. Other exceptions are not caught. If the environment has
     ``QBHEAT_TRACEBACK=1``, the traceback of a ``UserError`` is printed too.
     """
 
     @functools.wraps(main)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        open_closed_streams()
         try:
             with ends_on_sigterm():
-                return main(*args, **kwargs)
+                result = main(*args, **kwargs)
+                sys.stdout.flush()
+                return result
         except UserError as error:
             if os.environ.get("QBHEAT_TRACEBACK") == "1":
                 traceback.print_exc()
             message = find_user_message(str(error)) or str(error)
         except OSError as error:
+            if isinstance(error, BrokenPipeError) and has_lost_reader():
+                end_process(_EXIT_OF_LOST_READER)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             disk = "the disk"
@@ -81,6 +89,33 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
         raise SystemExit(2)
 
     return wrapped
+
+
+def open_closed_streams() -> None:
+    """Opens /dev/null for stdin, stdout and stderr that the caller has closed (``2>&-``).
+
+    Otherwise, the next file would get the number of the stream, and messages of libraries would be
+    written into it.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  open until the process ends
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+def has_lost_reader() -> bool:
+    """Returns whether stdout or stderr is a pipe that nobody reads any more."""
+    if not hasattr(select, "poll"):  # on Windows
+        return True
+    streams = select.poll()
+    streams.register(1, 0)
+    streams.register(2, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in streams.poll(0))
 
 
 def find_user_message(text: str) -> str | None:

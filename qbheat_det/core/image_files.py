@@ -51,7 +51,7 @@ def open_regular(path: str) -> BinaryIO:
         mode = os.stat(path).st_mode
     if mode and not stat.S_ISREG(mode):
         raise OSError(f"'{path}' is not a regular file")
-    if mode:
+    if mode or "://" not in path:  # a missing file raises its usual error
         return open(path, "rb")
     from .path_handlers import PathManager  # imports Detectron2, which local files do not need
 

@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import PIL.Image
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.core.image_files import IMAGE_FORMATS, open_in_format, turn_upright
 
 from .images import (
@@ -73,7 +74,11 @@ class DecodingProcesses:
             count: number of processes.
             fork: start them at once, for programs without threads of their own. A process that is
                 forked from a program with threads may wait for a lock that no thread releases.
+
+        Raises:
+            UserError: the program's script starts processes whenever it is imported.
         """
+        end_if_imported_by_child()
         self.count = count
         if fork:
             self._context: ForkContext | ForkServerContext = multiprocessing.get_context("fork")
@@ -84,6 +89,23 @@ class DecodingProcesses:
         self._idle: queue.SimpleQueue[tuple[Connection, BaseProcess]] = queue.SimpleQueue()
         for _ in range(count):
             self._idle.put(self._start())
+        if not fork:
+            self._check_start()
+
+    def _check_start(self) -> None:
+        """Raises a ``UserError`` if a process ends at its start.
+
+        Each process imports the program's script, and would run it if it has no ``__main__`` block.
+        """
+        try:
+            for _ in range(self.count):
+                self.check(Path(os.devnull), DecodingLimits())
+        except UnreadableImage as error:
+            self.__exit__()
+            raise UserError(
+                "the processes that decode images end at their start: a script that starts the "
+                "server or the app must do so inside 'if __name__ == \"__main__\":'"
+            ) from error
 
     def __enter__(self) -> "DecodingProcesses":
         return self
@@ -171,6 +193,15 @@ class DecodingProcesses:
         process.start()
         there.close()  # so that the end of the process ends the pipe
         return here, process
+
+
+def end_if_imported_by_child() -> None:
+    """Ends this process if it is a child that still imports the script of the program.
+
+    A script without ``if __name__ == "__main__":`` would start everything again in each child.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise SystemExit(1)
 
 
 def _explain(exit_code: int | None, limits: DecodingLimits) -> str:

@@ -26,6 +26,7 @@ from fastapi import HTTPException
 from fastapi.testclient import TestClient
 
 from qbheat_det.app import server
+from qbheat_det.app.connections import listen
 from qbheat_det.app.forms import BadForm, read_file
 from qbheat_det.app.server import BatchQueue, Budget, Limits, build_server, read_body, serve
 from qbheat_det.core.errors import UserError
@@ -158,6 +159,12 @@ def test_a_part_with_a_file_name_is_a_file(head, is_file):
     else:
         with pytest.raises(BadForm, match="0 files"):
             read_file(body, "Multipart/Form-Data; Boundary=B; charset=utf-8")
+
+
+@pytest.mark.parametrize("host", ["\0", "ä" * 70, "no such host"])
+def test_an_unusable_host_is_named(host):
+    with pytest.raises(UserError, match="--host"):
+        listen(host, 0)
 
 
 def test_health_model_and_description(client):

@@ -214,3 +214,40 @@ def test_a_defect_keeps_its_traceback(error):
     wrapped = exit_on_user_error(fail)
     with pytest.raises(type(error)):
         wrapped()
+
+
+_TOOL = """
+import sys
+from qbheat_det.core.errors import exit_on_user_error
+@exit_on_user_error
+def main():
+    stream = open(sys.argv[1], "w")
+    assert stream.fileno() > 2  # otherwise, messages of libraries would be written into it
+    for _ in range(int(sys.argv[2])):
+        print("a line")
+        print("a message", file=sys.stderr)
+main()
+"""
+
+
+@pytest.mark.parametrize(("closed", "lines"), [(">&-", 0), ("2>&-", 3), ("<&- >&- 2>&-", 0)])
+def test_closed_streams_are_not_taken_for_files(tmp_path, closed, lines):
+    command = ["sh", "-c", f'"$0" -c "$1" "$2" 3 {closed}']
+    arguments = [sys.executable, _TOOL, str(tmp_path / "file")]
+    run = subprocess.run([*command, *arguments], capture_output=True, check=False)
+    assert run.returncode == 0
+    assert run.stdout.count(b"a line") == lines
+
+
+@pytest.mark.parametrize("count", ["1", "100000"])
+def test_output_that_nobody_reads_ends_a_tool_without_a_traceback(tmp_path, count):
+    command = [sys.executable, "-c", _TOOL, str(tmp_path / "file"), count]
+    log = tmp_path / "log"
+    with (
+        log.open("wb") as stderr,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr) as process,
+    ):
+        assert process.stdout is not None
+        process.stdout.close()
+    assert process.returncode == 141
+    assert b"Error" not in log.read_bytes()

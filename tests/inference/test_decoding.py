@@ -2,6 +2,8 @@
 """The pixels that a decoding process sends."""
 
 import multiprocessing
+import subprocess
+import sys
 import threading
 import tracemalloc
 
@@ -33,3 +35,33 @@ def test_a_process_that_ends_while_it_sends_pixels_is_noticed():
     there.close()
     with pytest.raises(EOFError):
         _receive_pixels(here, (20, 10, 3))
+
+
+_SCRIPT = """
+from qbheat_det.core.errors import UserError
+from qbheat_det.inference.decoding import DecodingProcesses
+def start():
+    try:
+        with DecodingProcesses(2):
+            print("started", flush=True)
+    except UserError as error:
+        print(error, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [
+        ("start()\n", "must do so inside 'if __name__ == \"__main__\":'"),
+        ("if __name__ == '__main__':\n    start()\n", "started"),
+    ],
+)
+def test_a_script_that_starts_itself_in_its_children_is_refused(tmp_path, call, answer):
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT + call)
+    run = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=120
+    )
+    (line,) = run.stdout.splitlines()
+    assert line.endswith(answer)
+    assert run.stderr == ""
