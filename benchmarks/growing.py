@@ -13,6 +13,7 @@ Object Detectors without Catastrophic Forgetting" (arXiv:1708.06977). Each cell 
   kept    the same with --keep-classes
   both    old and new images, from the weights of ``old``, with --keep-classes
   merged  old and new images, from ImageNet weights
+  half    half of the training images with all labels, from ImageNet weights
   joint   all training images with all labels, from ImageNet weights
 Each is judged on all validation images with all labels. A finished cell is not trained again.
 
@@ -30,7 +31,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,7 @@ CELLS = {
     "kept": Cell(("new",), starts_from_old=True, keeps_classes=True),
     "both": Cell(("new", "old"), starts_from_old=True, keeps_classes=True),
     "merged": Cell(("new", "old")),
+    "half": Cell(("half",)),
     "joint": Cell(("joint",)),
 }
 
@@ -139,9 +141,9 @@ def write_data(
         val = select(train, ids[::_HELD_OUT], names)
         train = select(train, set(ids) - set(ids[::_HELD_OUT]), names)
     ids = sorted(image["id"] for image in train["images"])
+    random.Random(seed).shuffle(ids)
+    half = len(ids) // 2
     if protocol == "halves":
-        random.Random(seed).shuffle(ids)
-        half = len(ids) // 2
         old = select(train, ids[:half], case.old)
         new = select(train, ids[half:], case.new)
     else:
@@ -150,6 +152,7 @@ def write_data(
     parts = {
         "old": old,
         "new": new,
+        "half": select(train, ids[:half], names),
         "joint": train,
         "val": val,
     }
@@ -169,7 +172,7 @@ def select_with_objects(
     return select(content, {box["image_id"] for box in boxes}, names)
 
 
-def select(content: Content, image_ids: Sequence[int] | set[int], names: Sequence[str]) -> Content:
+def select(content: Content, image_ids: Collection[int], names: Collection[str]) -> Content:
     """Returns the labels of some classes in some images."""
     categories = [entry for entry in content["categories"] if entry["name"] in names]
     category_ids = {entry["id"] for entry in categories}
