@@ -2,14 +2,18 @@
 """Measures what a detector forgets and learns when classes are added to it.
 
 Takes a folder with ``annotations/instances_train.json``, ``annotations/instances_val.json`` (COCO)
-and ``images/``. A seed divides the training images into two halves. The first half keeps the labels
-of the old classes only, and the second half those of the new classes only. Each cell is a training
-of ``custom/cached_retinanet_lite0_probe.yaml``, in a folder of its own:
-  old     the first half, from ImageNet weights: the detector to which classes are added
-  plain   the second half, from the weights of ``old``, without --keep-classes
+and ``images/``. Old images have labels of the old classes only, and new images of the new classes
+only. ``--protocol halves`` divides the training images into two halves by a seed, so each class has
+half of its labels. ``--protocol objects`` takes all images with an object of the old classes as old
+images, and all with an object of the new classes as new images, as in "Incremental Learning of
+Object Detectors without Catastrophic Forgetting" (arXiv:1708.06977). Each cell is a training of
+``custom/cached_retinanet_lite0_probe.yaml``, in a folder of its own:
+  old     old images, from ImageNet weights: the detector to which classes are added
+  plain   new images, from the weights of ``old``, without --keep-classes
   kept    the same with --keep-classes
-  both    both halves, from the weights of ``old``, with --keep-classes
-  merged  both halves, from ImageNet weights
+  both    old and new images, from the weights of ``old``, with --keep-classes
+  merged  old and new images, from ImageNet weights
+  half    half of the training images with all labels, from ImageNet weights
   joint   all training images with all labels, from ImageNet weights
 Each is judged on all validation images with all labels. A finished cell is not trained again.
 
@@ -27,7 +31,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +82,7 @@ CELLS = {
     "kept": Cell(("new",), starts_from_old=True, keeps_classes=True),
     "both": Cell(("new", "old"), starts_from_old=True, keeps_classes=True),
     "merged": Cell(("new", "old")),
+    "half": Cell(("half",)),
     "joint": Cell(("joint",)),
 }
 
@@ -88,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--case", choices=CASES, required=True)
+    parser.add_argument("--protocol", choices=("halves", "objects"), default="halves")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS))
     parser.add_argument("--output", type=Path, default=Path("output/growing"))
@@ -99,22 +105,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="overrides of the recipe")
     args = parser.parse_intermixed_args(argv)
     case = CASES[args.case]
-    folder = args.output / (f"{args.case}_held_out" if args.held_out else args.case)
+    name = args.case if args.protocol == "halves" else f"{args.case}_{args.protocol}"
+    folder = args.output / (f"{name}_held_out" if args.held_out else name)
     results = []
     for seed in args.seeds:
-        data = write_data(args.data, folder / f"seed_{seed}" / "data", case, seed, args.held_out)
-        for name in args.cells:
-            result = run_cell(name, data, seed, args.opts)
-            results.append({"case": args.case, "seed": seed, "cell": name, **result})
+        data = folder / f"seed_{seed}" / "data"
+        write_data(args.data, data, case, seed, args.protocol, args.held_out)
+        for cell in args.cells:
+            result = run_cell(cell, data, seed, args.opts)
+            results.append({"case": args.case, "seed": seed, "cell": cell, **result})
             print(format_result(results[-1], case), flush=True)
-    content = {"case": args.case, "old": case.old, "new": case.new, "cells": results}
-    path = folder / f"{args.case}.json"
+    content = {
+        "case": args.case,
+        "protocol": args.protocol,
+        "old": case.old,
+        "new": case.new,
+        "cells": results,
+    }
+    path = folder / f"{name}.json"
     write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
     print(f"{format_summary(results, case)}\n'{path}'")
 
 
-def write_data(source: Path, folder: Path, case: Case, seed: int, held_out: bool) -> Path:
-    """Writes ``old.json``, ``new.json``, ``joint.json`` and ``val.json``; returns their folder."""
+def write_data(
+    source: Path, folder: Path, case: Case, seed: int, protocol: str, held_out: bool
+) -> None:
+    """Writes ``old.json``, ``new.json``, ``joint.json`` and ``val.json`` into a folder."""
     train = json.loads((source / "annotations" / "instances_train.json").read_text())
     val = json.loads((source / "annotations" / "instances_val.json").read_text())
     names = {category["name"] for category in train["categories"]}
@@ -127,9 +143,16 @@ def write_data(source: Path, folder: Path, case: Case, seed: int, held_out: bool
     ids = sorted(image["id"] for image in train["images"])
     random.Random(seed).shuffle(ids)
     half = len(ids) // 2
+    if protocol == "halves":
+        old = select(train, ids[:half], case.old)
+        new = select(train, ids[half:], case.new)
+    else:
+        old = select_with_objects(train, ids, case.old)
+        new = select_with_objects(train, ids, case.new)
     parts = {
-        "old": select(train, ids[:half], case.old),
-        "new": select(train, ids[half:], case.new),
+        "old": old,
+        "new": new,
+        "half": select(train, ids[:half], names),
         "joint": train,
         "val": val,
     }
@@ -139,10 +162,17 @@ def write_data(source: Path, folder: Path, case: Case, seed: int, held_out: bool
         images.symlink_to((source / "images").absolute())
     for name, content in parts.items():
         write_atomically(folder / f"{name}.json", json.dumps(content).encode())
-    return folder
 
 
-def select(content: Content, image_ids: Sequence[int] | set[int], names: Sequence[str]) -> Content:
+def select_with_objects(
+    content: Content, image_ids: Sequence[int], names: Sequence[str]
+) -> Content:
+    """Returns the labels of some classes, and only the images that have such labels."""
+    boxes = select(content, image_ids, names)["annotations"]
+    return select(content, {box["image_id"] for box in boxes}, names)
+
+
+def select(content: Content, image_ids: Collection[int], names: Collection[str]) -> Content:
     """Returns the labels of some classes in some images."""
     categories = [entry for entry in content["categories"] if entry["name"] in names]
     category_ids = {entry["id"] for entry in categories}

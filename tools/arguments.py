@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import sys
+import time
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -170,6 +171,10 @@ def check_inputs(
     if config_file:
         errors.append(_find_config_error(config_file))
     for error in filter(None, errors):
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(
+                1
+            )  # torchrun ends all processes after the first exit, so let that one report
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 

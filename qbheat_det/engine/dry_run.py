@@ -3,6 +3,7 @@
 
 import contextlib
 import itertools
+import logging
 import math
 import multiprocessing
 import os
@@ -135,6 +136,18 @@ def format_forecast(reports: Sequence[DryRunReport], titles: Sequence[str]) -> s
     return "\n".join([*lines, "", _ADVICE])
 
 
+@contextlib.contextmanager
+def _without_results() -> Iterator[None]:
+    """Context without warnings about the results of a model that is hardly trained."""
+    logger = logging.getLogger("detectron2.evaluation.coco_evaluation")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def dry_run(cfg: CfgNode, build_trainer: BuildTrainer, *, num_steps: int = 3) -> DryRunReport:
     """Forecasts a run: trains a few steps, evaluates a few images and writes a checkpoint.
 
@@ -165,7 +178,8 @@ def dry_run(cfg: CfgNode, build_trainer: BuildTrainer, *, num_steps: int = 3) ->
         trainer.resume_or_load(resume=False)
         timer = _Timer(trainer)
         trainer.max_iter = min(num_iterations, num_steps)
-        trainer.train()
+        with _without_results():
+            trainer.train()
         begin = time.perf_counter()
         trainer.save("dry_run")
         checkpoint_seconds = time.perf_counter() - begin

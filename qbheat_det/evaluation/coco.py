@@ -157,6 +157,9 @@ class CocoEvaluator(COCOEvaluator):
                 patch = mock.patch.object(coco_evaluation, "COCOeval_opt", COCOeval_faster)
                 stack.enter_context(patch)
             super()._eval_predictions(predictions, img_ids)
+        if not results and self._output_dir:
+            # Reports read this file, in which Detectron2 has written the box of above.
+            write_atomically(Path(self._output_dir, "coco_instances_results.json"), b"[]")
         self._logger.debug(printed.getvalue())
         # Detectron2 omits the APs of classes if there are no predictions.
         class_names = self._metadata.get("thing_classes") or []

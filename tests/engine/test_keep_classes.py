@@ -179,9 +179,10 @@ def test_results_of_old_and_new_classes_are_apart_and_a_grown_detector_can_be_a_
     assert build_config(without).MODEL.KEEP_CLASSES.NUM == 0
 
 
-def test_a_dry_run_and_trials_of_the_batch_make_steps(parts, run, tmp_path):
+def test_a_dry_run_and_trials_of_the_batch_make_steps(parts, run, tmp_path, caplog):
     stage = assemble(keep(parts, run, tmp_path / "dry", {}))
     report = dry_run(stage.cfg, Trainer)
+    assert "predicted nothing" not in caplog.text
     assert report.total_seconds > 0
     assert not (tmp_path / "dry").exists()
     stage.data.register()

@@ -177,7 +177,7 @@ def test_annotations_are_completed_and_numbered_from_1():
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("empty", ["annotations", "predictions"])
 def test_without_annotations_ap_is_nan_and_without_predictions_zero_with_a_warning(
-    register, library, empty, caplog
+    register, library, empty, caplog, tmp_path
 ):
     rng = np.random.default_rng(0)
     dataset = _make_dataset(rng)
@@ -190,7 +190,9 @@ def test_without_annotations_ap_is_nan_and_without_predictions_zero_with_a_warni
     name = register(dataset)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        results = _evaluate(name, dataset, predictions, library)["bbox"]
+        results = _evaluate(name, dataset, predictions, library, output_dir=str(tmp_path))["bbox"]
+    written = json.loads((tmp_path / "coco_instances_results.json").read_text())
+    assert bool(written) == (empty == "annotations")  # without a box that nobody predicted
     named = MetadataCatalog.get(name).json_file if empty == "annotations" else "12 images"
     assert named in caplog.text
     assert results.keys() == expected.keys()
