@@ -200,7 +200,9 @@ def print_report(report: "Predictions", args: argparse.Namespace) -> None:
     from qbheat_det.core.text import escape_controls
 
     files = "file" if report.num_images == 1 else "files"
-    print(f"{report.num_images} {files}: {len(report.results)} results")
+    boxes = "box" if len(report.results) == 1 else "boxes"
+    found = f"{len(report.results)} {boxes} with a score of at least {args.threshold}"
+    print(f"{report.num_images} {files}: {found} (--threshold)")
     if report.num_images and not report.results:
         print(explain_nothing(report, args.threshold))
     if args.output and report.num_images:

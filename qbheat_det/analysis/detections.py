@@ -193,8 +193,8 @@ def summarize(result: RunDetections, run: Run) -> tuple[str, str]:
     num_boxes = counts["correct"] + counts["missed"]
     threshold = f"{result.threshold:.2g}"
     headline = (
-        f"Finds {counts['correct']:,} of {num_boxes:,} objects in {len(result.image_ids):,} test "
-        f"images, with {counts['wrong']:,} wrong boxes, at threshold {threshold}"
+        f"Finds {counts['correct']:,} of {num_boxes:,} objects in {len(result.image_ids):,} "
+        f"validation images, with {counts['wrong']:,} wrong boxes, at threshold {threshold}"
     )
     command = shlex.join(["qbheat", "predict", "--weights", str(run.path), "--images", "photos/"])
     return headline, f"{command} --output drawn/ --threshold {threshold}"
@@ -468,7 +468,10 @@ def _explain(runs: Sequence[RunDetections]) -> list[str]:
     paragraphs = [
         "AP is COCO's and uses all detections. Errors and images use detections from a score "
         f"threshold: {thresholds}. By default it maximizes F1 at IoU 0.50 (--threshold).",
-        "A correct detection matches a box of its class at IoU 0.50. A missed box has no match.",
+        "A correct detection matches a box of its class at IoU 0.50. A missed box has no match. A "
+        "wrong detection may also be an object without a label: qbheat inspect --labels lists them.",
+        "If the weights or the threshold were chosen on these images, new images are found slightly "
+        "less well.",
     ]
     if len(runs) > 1:
         paragraphs.append("The images are those on which the runs' numbers of errors differ most.")
