@@ -172,9 +172,7 @@ def check_inputs(
         errors.append(_find_config_error(config_file))
     for error in filter(None, errors):
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(
-                1
-            )  # torchrun ends all processes after the first exit, so let that one report
+            time.sleep(1)  # the first process reports, before torchrun ends all of them
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -320,7 +320,8 @@ def open_frames(
     """
     import cv2  # images do not need it
 
-    capture = cv2.VideoCapture(str(path))
+    # FFmpeg takes a relative name such as "concat:other.mp4" for a protocol, not for a file.
+    capture = cv2.VideoCapture(str(path.absolute()))
     width = int(capture.get(cv2.CAP_PROP_FRAME_WIDTH))
     height = int(capture.get(cv2.CAP_PROP_FRAME_HEIGHT))
     check_pixels(path, width, height, max_pixels)

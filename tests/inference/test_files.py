@@ -22,7 +22,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper
 from qbheat_det.inference.decoding import DecodingLimits
 from qbheat_det.inference.files import classify_images, name_outputs, predict_images
-from qbheat_det.inference.images import find_inputs
+from qbheat_det.inference.images import find_inputs, open_frames
 from qbheat_det.inference.predict import build_predictor
 from qbheat_det.inference.predictor import DetectorSettings
 from qbheat_det.inference.results import Detections, save_annotations
@@ -111,6 +111,15 @@ def test_each_frame_of_a_video_is_an_image_of_its_own(probe, tmp_path):
     assert [written.read()[1].shape for _ in range(2)] == [(384, 576, 3)] * 2
     assert written.get(cv2.CAP_PROP_FPS) == pytest.approx(10)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.png", "v.mp4"]
+
+
+def test_a_video_is_the_file_of_its_name_and_no_protocol(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_video(tmp_path / "other.avi", [np.full((32, 48, 3), RED, np.uint8)] * 3)
+    save_video(tmp_path / "v.avi", [np.zeros((64, 64, 3), np.uint8)])
+    (tmp_path / "v.avi").rename(tmp_path / "concat:other.avi")
+    frames, _, _ = open_frames(Path("concat:other.avi"), "v")
+    assert [frame.image.shape for frame in frames] == [(64, 64, 3)]
 
 
 def test_broken_files_are_passed_over_and_named(probe, tmp_path):
