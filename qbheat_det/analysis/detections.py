@@ -468,10 +468,10 @@ def _explain(runs: Sequence[RunDetections]) -> list[str]:
     paragraphs = [
         "AP is COCO's and uses all detections. Errors and images use detections from a score "
         f"threshold: {thresholds}. By default it maximizes F1 at IoU 0.50 (--threshold).",
-        "A correct detection matches a box of its class at IoU 0.50. A missed box has no match. A "
-        "wrong detection may also be an object without a label: qbheat inspect --labels finds those.",
-        "On new images, the numbers are slightly worse, if the weights or the threshold were chosen "
-        "on these images.",
+        "A correct detection matches a box of its class at IoU 0.50. A missed box has no match.",
+        "A wrong detection may be an object without a label: qbheat inspect --labels finds those.",
+        "If the weights or the threshold were chosen on these images, the numbers for new images "
+        "are slightly lower.",
     ]
     if len(runs) > 1:
         paragraphs.append("The images are those on which the runs' numbers of errors differ most.")
