@@ -154,7 +154,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)  # connections wait until the server starts
     except (OSError, OverflowError, TypeError) as error:  # TypeError for a host with odd characters
         listener.close()
+        address = f"{host}:{port}"
         raise UserError(
-            f"cannot listen on {host!a}:{port} ({error}): choose another --host or --port"
+            f"cannot listen on {address!a} ({error}): choose another --host or --port"
         ) from error
     return listener

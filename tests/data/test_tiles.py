@@ -23,7 +23,7 @@ from qbheat_det.data.tiles import (
     merge_tiles,
     tile_starts,
 )
-from qbheat_det.inference.predict import TiledPredictor
+from qbheat_det.inference.tiles import TiledPredictor
 from qbheat_det.modeling.contracts import TILE
 
 SIZE = (150, 230)  # height, width

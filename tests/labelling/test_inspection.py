@@ -249,7 +249,7 @@ def test_the_command_twice_into_one_folder_keeps_the_corrections(data, tmp_path,
     assert one == listed[0]
     page = (folder / "suspects.html").read_text()
     assert page.count("data:image/jpeg") == 1
-    assert f"1 of {len(found):,} " in page
+    assert f"of {len(found):,} candidates" in page
     assert (folder / "corrections.json").read_bytes() == before
     summary = apply_corrections(folder / "corrections.json", str(data), tmp_path / "new.json")
     assert summary.startswith("1 box added, 1 moved, 1 given another class, 0 removed.")
