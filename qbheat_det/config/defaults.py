@@ -14,6 +14,7 @@ NETWORK_KEYS = (
     "MODEL.FPN.BOTTOM_UP",
     "MODEL.FPN.OUT_CHANNELS",
     "MODEL.FPN.SEPARABLE",
+    "MODEL.TIMM.NUM_BLOCKS",
     "MODEL.RETINANET.SEPARABLE_HEAD.ENABLED",
     "MODEL.RETINANET.SEPARABLE_HEAD.SHARES_TOWER",
 )
@@ -66,6 +67,9 @@ _KEYS: dict[str, dict[str, Any]] = {
     },
     "MODEL.TIMM": {
         "OUT_FEATURES": ["s8", "s16"],  # feature maps of "timm:…", named by stride
+        # Number of blocks that each stage of an EfficientNet, MobileNetV3 or V4 keeps. The weights
+        # of the others are not used. Empty: all blocks.
+        "NUM_BLOCKS": [],
     },
     "MODEL.MF_DETR": {
         "NUM_CLASSES": 80,
