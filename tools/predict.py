@@ -200,9 +200,13 @@ def print_report(report: "Predictions", args: argparse.Namespace) -> None:
     from qbheat_det.core.text import escape_controls
 
     files = "file" if report.num_images == 1 else "files"
-    boxes = "box" if len(report.results) == 1 else "boxes"
-    found = f"{len(report.results)} {boxes} with a score of at least {args.threshold}"
-    print(f"{report.num_images} {files}: {found} (--threshold)")
+    found = f"{len(report.results)} results"
+    if report.images:  # those of a detector
+        boxes = "box" if len(report.results) == 1 else "boxes"
+        found = (
+            f"{len(report.results)} {boxes} with a score of at least --threshold {args.threshold}"
+        )
+    print(f"{report.num_images} {files}: {found}")
     if report.num_images and not report.results:
         print(explain_nothing(report, args.threshold))
     if args.output and report.num_images:

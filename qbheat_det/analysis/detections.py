@@ -194,7 +194,7 @@ def summarize(result: RunDetections, run: Run) -> tuple[str, str]:
     threshold = f"{result.threshold:.2g}"
     headline = (
         f"Finds {counts['correct']:,} of {num_boxes:,} objects in {len(result.image_ids):,} "
-        f"validation images, with {counts['wrong']:,} wrong boxes, at threshold {threshold}"
+        f"images, with {counts['wrong']:,} wrong boxes, at threshold {threshold}"
     )
     command = shlex.join(["qbheat", "predict", "--weights", str(run.path), "--images", "photos/"])
     return headline, f"{command} --output drawn/ --threshold {threshold}"
@@ -469,7 +469,7 @@ def _explain(runs: Sequence[RunDetections]) -> list[str]:
         "AP is COCO's and uses all detections. Errors and images use detections from a score "
         f"threshold: {thresholds}. By default it maximizes F1 at IoU 0.50 (--threshold).",
         "A correct detection matches a box of its class at IoU 0.50. A missed box has no match.",
-        "A wrong detection may be an object without a label: qbheat inspect --labels finds those.",
+        "A wrong detection may be an object without a label, which qbheat inspect --labels lists.",
         "If the weights or the threshold were chosen on these images, the numbers for new images "
         "are slightly lower.",
     ]

@@ -70,9 +70,8 @@ class KeptClassLoss:
         min_score: boxes are learned where the old detector has at least this score in a class that
             is not annotated.
         feature_weight: factor on the loss of features, which keeps those of a trained encoder.
-        gamma: exponent of the quality focal loss of scores. With 0, small differences at the many
-            background positions outweigh the labels of new classes. With 2, as for labels, old
-            classes are kept less.
+        gamma: exponent of the quality focal loss of scores. With 2, as for labels, old classes are
+            kept less well, and new ones are learned better (docs/growing.md).
     """
 
     num_classes: int = 0

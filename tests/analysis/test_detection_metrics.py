@@ -181,7 +181,7 @@ def test_metrics_of_inference_are_those_computed_by_hand(data, tmp_path):
     # Only the disc of image 1 or 3 is found.
     assert figure.images["best_1"].caption.endswith("1 of 1 found, 0 wrong")
     assert figure.headline == (
-        "Finds 1 of 3 objects in 3 validation images, with 2 wrong boxes, at threshold 0.1"
+        "Finds 1 of 3 objects in 3 images, with 2 wrong boxes, at threshold 0.1"
     )
     assert shlex.split(figure.command)[:4] == [
         "qbheat",

@@ -25,7 +25,7 @@ from qbheat_det.inference.files import classify_images, name_outputs, predict_im
 from qbheat_det.inference.images import find_inputs, open_frames
 from qbheat_det.inference.predict import build_predictor
 from qbheat_det.inference.predictor import DetectorSettings
-from qbheat_det.inference.results import Detections, save_annotations
+from qbheat_det.inference.results import Detections, Predictions, save_annotations
 from tests.data.pictures import make_jpeg_of_scans, save_video
 from tests.engine.tiny_detectors import make_probe_config, make_retinanet_config, save_run
 from tests.engine.tiny_pretraining import OPTS, RECIPE
@@ -111,6 +111,15 @@ def test_each_frame_of_a_video_is_an_image_of_its_own(probe, tmp_path):
     assert [written.read()[1].shape for _ in range(2)] == [(384, 576, 3)] * 2
     assert written.get(cv2.CAP_PROP_FPS) == pytest.approx(10)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.png", "v.mp4"]
+
+
+def test_the_summary_names_the_threshold_of_a_detector_alone(capsys):
+    tool = load_tool("predict")
+    args = tool.parse_args(["--weights", "w", "--images", "i", "--threshold", "0.25"])
+    tool.print_report(Predictions(results=[{}] * 2, images=[{}], num_images=1), args)
+    assert "1 file: 2 boxes with a score of at least --threshold 0.25\n" in capsys.readouterr().out
+    tool.print_report(Predictions(results=[{}] * 2, num_images=2), args)  # of a classifier
+    assert "2 files: 2 results\n" in capsys.readouterr().out
 
 
 def test_a_video_is_the_file_of_its_name_and_no_protocol(tmp_path, monkeypatch):
