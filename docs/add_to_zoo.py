@@ -36,7 +36,7 @@ from qbheat_det.checkpoint import (
 from qbheat_det.config import dump_config, get_cfg, get_config_path, with_values
 from qbheat_det.core.environment import find_commit
 from qbheat_det.core.errors import UserError, exit_on_user_error
-from qbheat_det.core.files import hash_file, write_atomically
+from qbheat_det.core.files import hash_file, hash_tensors, write_atomically
 from qbheat_det.evaluation.complexity import (
     CountingRule,
     count_detector_madds,
@@ -100,7 +100,7 @@ def add_entry(
             date=datetime.date.today().isoformat(),
             **describe_model(trained),
             file=file.name,
-            sha256=hash_file(file),
+            sha256=hash_tensors(read_weights(str(file))[0]) if encoder else hash_file(file),
             size=file.stat().st_size,
             metrics=tuple(metrics),
             encoder=shared,

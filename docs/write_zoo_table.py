@@ -58,11 +58,12 @@ def describe_entry(entry: ZooEntry) -> str:
         made = f"Converted when fetched, from `{entry.distribution.requirement}` of Python's index"
     if entry.encoder:
         stored = entry.stored
-        made += f". Stored without the encoder of `{entry.encoder.name}`: {stored.size:,} bytes"
+        made += f". Stored without the encoder of `{entry.encoder.name}`: {stored.size / 1e6:.1f} MB"
+    hashed = "SHA-256 of its tensors" if entry.is_made else "SHA-256"
     lines = (
         f"Recipe: [{entry.config}](configs/{entry.config})",
         f"Data: {entry.data} (licence: {entry.data_licence})",
-        f"Weights: `{entry.file}`, {entry.size:,} bytes, licence {entry.licence}, SHA-256 "
+        f"Weights: `{entry.file}`, {entry.size / 1e6:.1f} MB, licence {entry.licence}, {hashed} "
         f"`{entry.sha256}`",
         made,
         *map(format_metric, entry.metrics),

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-# What the package caches is below the checkout, and not in a home folder.
-os.environ.setdefault(
-    "QBHEAT_CACHE", str(Path(__file__).resolve().parents[1] / "output" / "test_cache")
-)
+# What the package caches is below the checkout, and not in a home folder. So a clean checkout makes
+# the files of the model zoo anew, as a new user does.
+_CACHE = Path(__file__).resolve().parents[1] / "output" / "test_cache"
+os.environ.setdefault("QBHEAT_CACHE", str(_CACHE))
+os.environ.setdefault("FVCORE_CACHE", str(_CACHE / "zoo"))
 
 # Workers share the cores; more threads than cores make convolutions several times slower.
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -1,7 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Reads ``index.json``, the list of entries of the model zoo.
 
-The weights are separate files, which are identified by name and SHA-256; see ``sources``.
+The weights are separate files, which are identified by name and SHA-256; see ``sources``. The bytes
+of a file that this package makes, by conversion or from a part and an encoder, depend on versions
+of this package and of libraries. So such a file is identified by the SHA-256 of its tensors.
 Maintainers add entries with ``docs/add_to_zoo.py``.
 """
 
@@ -71,8 +73,8 @@ class ZooEntry:
     summary: str
     config: str  # path below ``configs/``
     file: str  # name of the file of weights
-    sha256: str
-    size: int  # in bytes
+    sha256: str  # of the file, or of its tensors if ``is_made``
+    size: int  # in bytes; about this if ``is_made``
     num_params: int
     madds: int  # multiply-adds for one image
     madds_input: tuple[int, int]  # (height, width) of this image
@@ -85,6 +87,11 @@ class ZooEntry:
     metrics: tuple[Metric, ...] = ()
     distribution: Distribution | None = None
     encoder: SharedEncoder | None = None
+
+    @property
+    def is_made(self) -> bool:
+        """Whether this package makes the file, by conversion or from its part and its encoder."""
+        return self.distribution is not None or self.encoder is not None
 
     @property
     def stored(self) -> "ZooEntry":

@@ -6,7 +6,8 @@ in ``$FVCORE_CACHE``, or, for some entries, a wheel on Python's package index. I
 file is not the one in the zoo's ``index.json``, a ``UserError`` is raised.
 
 A model that was trained on the frozen encoder of another entry is stored as a *part*. In the part's
-file, the encoder's tensors are empty. Joining the part and the encoder always gives the same bytes.
+file, the encoder's tensors are empty. Joining the part and the encoder always gives the same
+tensors.
 
 Importing this module lets Detectron2's path manager resolve ``qbheat://NAME``, and ``hf://USER/NAME``
 for weights on Hugging Face's hub.
@@ -43,7 +44,13 @@ from qbheat_det.checkpoint.convert import convert_weights
 from qbheat_det.checkpoint.matching import BELOW_FPN
 from qbheat_det.config import Pixels, load_config, refuse_bad_values
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import check_writable, file_lock, hash_file, write_atomically
+from qbheat_det.core.files import (
+    check_writable,
+    file_lock,
+    hash_file,
+    hash_tensors,
+    write_atomically,
+)
 from qbheat_det.core.text import format_bytes, one_line
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 
@@ -118,9 +125,9 @@ def open_trained(weights: str, *, trained: bool = True, device: str | None = Non
 def cache_folder(entry: ZooEntry) -> Path:
     """Returns the download folder of an entry.
 
-    The folder's name is part of the file's hash, so that versions of an entry can coexist.
+    The folder's name is part of the stored file's hash, so that versions of an entry can coexist.
     """
-    return Path(get_cache_dir()) / "qbheat_zoo" / entry.sha256[:12]
+    return Path(get_cache_dir()) / "qbheat_zoo" / entry.stored.sha256[:12]
 
 
 def fetch(entry: ZooEntry) -> Path:
@@ -155,7 +162,7 @@ def _missing(entry: ZooEntry, reason: str) -> UserError:
     """Returns the error that asks the user to copy the file of an entry to this machine."""
     return UserError(
         f"the weights of '{entry.name}' are missing ({reason}): put the file '{entry.file}' "
-        f"({format_bytes(entry.size)}, its SHA-256 begins with {entry.sha256[:12]}) into the "
+        f"({format_bytes(entry.size)}, {describe_hash(entry)} {entry.sha256[:12]}) into the "
         f"folder '{cache_folder(entry)}', or into one in $QBHEAT_ZOO"
     )
 
@@ -221,13 +228,24 @@ def _convert_distribution(entry: ZooEntry, source: Distribution, target: Path) -
         write_atomically(target, converted.read_bytes())
 
 
+def describe_hash(entry: ZooEntry) -> str:
+    """Returns the words before the first digits of an entry's hash."""
+    if entry.is_made:
+        return "the SHA-256 of its tensors begins with"
+    return "its SHA-256 begins with"
+
+
 def check_hash(path: Path, entry: ZooEntry) -> Path:
     """Returns ``path`` if the file has the SHA-256 in the index.
 
     Otherwise raises a ``UserError``, and removes the file if it is in the cache.
     """
     try:
-        digest = hash_file(path)
+        if entry.is_made:
+            state, _ = read_weights(str(path))
+            digest = hash_tensors(state)
+        else:
+            digest = hash_file(path)
     except OSError as error:
         raise UserError(f"'{path}' cannot be read: {error.strerror or error}") from error
     if digest != entry.sha256:
@@ -236,7 +254,7 @@ def check_hash(path: Path, entry: ZooEntry) -> Path:
             path.unlink(missing_ok=True)
             advice = "it was removed, so try again"
         raise UserError(
-            f"'{path}' is refused: its SHA-256 begins with {digest[:12]}, that of '{entry.name}' "
+            f"'{path}' is refused: {describe_hash(entry)} {digest[:12]}, that of '{entry.name}' "
             f"with {entry.sha256[:12]}; {advice}"
         )
     return path

