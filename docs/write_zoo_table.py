@@ -57,8 +57,8 @@ def describe_entry(entry: ZooEntry) -> str:
     if entry.distribution:
         made = f"Converted when fetched, from `{entry.distribution.requirement}` of Python's index"
     if entry.encoder:
-        stored = entry.stored
-        made += f". Stored without the encoder of `{entry.encoder.name}`: {stored.size / 1e6:.1f} MB"
+        size = f"{entry.stored.size / 1e6:.1f} MB"
+        made += f". Stored without the encoder of `{entry.encoder.name}`: {size}"
     hashed = "SHA-256 of its tensors" if entry.is_made else "SHA-256"
     lines = (
         f"Recipe: [{entry.config}](configs/{entry.config})",
