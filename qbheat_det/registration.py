@@ -21,6 +21,7 @@ with warnings.catch_warnings():
     import qbheat_det.modeling.classification
     import qbheat_det.modeling.detr
     import qbheat_det.modeling.fcos
+    import qbheat_det.modeling.joined
     import qbheat_det.modeling.pretrain
     import qbheat_det.modeling.retinanet  # noqa: F401
 

@@ -3,6 +3,7 @@
 
 from .checkpointer import ExactCheckpointer, SafeCheckpointer
 from .convert import TimmWeights
+from .joining import JoinedFile, join_detectors
 from .matching import bare_backbone, fit_weights
 from .report import check_exact
 from .run_config import (
@@ -30,6 +31,7 @@ __all__ = [
     "BEST_WEIGHTS",
     "LAST_WEIGHTS",
     "ExactCheckpointer",
+    "JoinedFile",
     "SafeCheckpointer",
     "TimmWeights",
     "WeightsInfo",
@@ -44,6 +46,7 @@ __all__ = [
     "holds_backbone_alone",
     "holds_encoder",
     "info_of",
+    "join_detectors",
     "load_embedded_config",
     "load_run_config",
     "local_weights",

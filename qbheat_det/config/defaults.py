@@ -217,6 +217,13 @@ _KEYS: dict[str, dict[str, Any]] = {
         # Weight of the loss that keeps the feature maps of a trained encoder.
         "FEATURE_WEIGHT": 0.1,
     },
+    "MODEL.JOINED": {  # of JoinedDetectors; qbheat join sets both keys
+        # The keys of each detector that differ from the rest of the config, as {key: value}.
+        "PARTS": [],
+        # For each detector, the index of each of its classes in MODEL.CLASS_NAMES. -1: another
+        # detector finds this class.
+        "CLASS_INDICES": [],
+    },
     "MODEL.CACHE_FEATURES": {
         # Encode every view once before training, and train the head on the stored features. The
         # whole backbone must be frozen.

@@ -29,6 +29,7 @@ from .old_detector import find_kept_classes
 from .opened_sources import open_sources
 from .run_config import (
     check_config,
+    check_trainable,
     complete_config,
     list_shared_overrides,
     read_config,
@@ -99,6 +100,7 @@ def assemble_run(flags: RunFlags, *, replaces_run: bool = False) -> list[Stage]:
         raise UserError("--eval-only does not train: use assemble_evaluation")
     overrides = flags.overrides
     cfg = read_config(flags)
+    check_trainable(cfg)
     check_flags(flags, find_task(cfg))
     start = find_start(Path(cfg.OUTPUT_DIR), asked=flags.resume)
     drafts = [Draft(cfg, overrides, start, find_kept_classes(flags, cfg))]

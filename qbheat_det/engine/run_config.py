@@ -30,7 +30,7 @@ from qbheat_det.config import (
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import IMAGES, Source, check_tile, find_format
 from qbheat_det.feature_cache import check_cacheable
-from qbheat_det.modeling.contracts import SupportsUnlabelled, has_held_out_loss
+from qbheat_det.modeling.contracts import SupportsUnlabelled, has_held_out_loss, is_trainable
 from qbheat_det.tasks import Task, find_task, find_task_of_data
 
 from .detection_limits import fit_detection_limits
@@ -234,6 +234,16 @@ def _load_first_stage(cfg: CfgNode, overrides: Mapping[str, str]) -> CfgNode:
                 f"{name} has {key} {get_value(first, key)}, but the run has {get_value(cfg, key)}"
             )
     return first
+
+
+def check_trainable(cfg: CfgNode) -> None:
+    """Checks that the config's model can be trained. Raises a ``UserError`` otherwise."""
+    name = cfg.MODEL.META_ARCHITECTURE
+    if name in META_ARCH_REGISTRY and not is_trainable(META_ARCH_REGISTRY.get(name)):
+        raise UserError(
+            f"{name} cannot be trained: train a detector of the new classes with --freeze, from "
+            "the weights of one of the joined detectors, and add it with qbheat join"
+        )
 
 
 def list_shared_overrides(overrides: Mapping[str, str]) -> dict[str, str]:

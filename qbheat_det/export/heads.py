@@ -6,11 +6,11 @@ these heads return R rows per image, where rows without a box are empty. Inside 
 rows have a score of -1.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from detectron2.modeling import RetinaNet
+from detectron2.modeling import FPN, RetinaNet
 from detectron2.modeling.meta_arch.dense_detector import permute_to_N_HWA_K
 from detectron2.modeling.meta_arch.fcos import FCOS
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from qbheat_det.layers import halve, padding_mask
 from qbheat_det.modeling.classification import ImageClassifier
 from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone
 from qbheat_det.modeling.detr import MFDETR
+from qbheat_det.modeling.joined import JoinedDetectors
 
 EMPTY = -1.0
 """Score of an empty row."""
@@ -171,6 +172,66 @@ class DenseHead(Head):
         return boxes.view(top_deltas.shape), top_scores, labels
 
 
+class JoinedBranch(nn.Module):
+    """The feature pyramid (if it has one) and the head of one of several joined detectors."""
+
+    def __init__(self, detector: nn.Module, class_indices: Sequence[int]) -> None:
+        """
+        Args:
+            detector: a copy for export. The encoder of its feature pyramid is replaced.
+            class_indices: the class index in the joined detector of each class, or -1.
+        """
+        super().__init__()
+        self.pyramid: nn.Module = nn.Identity()
+        backbone = get_backbone(detector)
+        if isinstance(backbone, FPN):
+            backbone.bottom_up = nn.Identity()
+            self.pyramid = backbone
+        self.head = build_head(detector)
+        self.register_buffer("class_indices", torch.tensor(class_indices))
+        self.class_indices: Tensor
+
+    def forward(
+        self, features: Mapping[str, Tensor], sizes: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns boxes (N, R, 4), scores (N, R), ``EMPTY`` without a box, and labels (N, R)."""
+        boxes, scores, labels, counts = self.head(self.pyramid(features), sizes)
+        labels = self.class_indices[labels]
+        is_box = torch.arange(scores.shape[1], device=scores.device) < counts[:, None]
+        scores = torch.where(is_box & (labels >= 0), scores, EMPTY)
+        return boxes, scores, labels.clamp(min=0)
+
+
+class JoinedHead(Head):
+    """Runs several detectors on the outputs of one encoder.
+
+    R is the sum of the detectors' rows, or ``TEST.DETECTIONS_PER_IMAGE`` if it is smaller.
+    """
+
+    task = "detection"
+
+    def __init__(self, model: JoinedDetectors) -> None:
+        """``model`` is a copy for export."""
+        super().__init__(list(model.backbone.in_features))
+        branches = [
+            JoinedBranch(detector, indices)
+            for detector, indices in zip(model.detectors, model.class_indices, strict=True)
+        ]
+        self.branches = nn.ModuleList(branches)
+        self.score_threshold = min(branch.head.score_threshold for branch in branches)
+        self._num_rows = model.max_detections
+
+    def forward(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
+        found = [branch(features, sizes) for branch in self.branches]
+        boxes, scores, labels = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+        num_rows = min(self._num_rows, scores.shape[1])
+        scores, order = scores.topk(num_rows, dim=1)  # (N, R)
+        boxes = boxes.gather(1, order[..., None].expand(-1, -1, 4))
+        labels = labels.gather(1, order)
+        counts = (scores > EMPTY).sum(dim=1)
+        return boxes, scores.clamp(min=0), labels, counts
+
+
 def sort_detections(
     boxes: Tensor, scores: Tensor, labels: Tensor, sizes: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -260,6 +321,8 @@ ONNX_TRANSLATIONS: dict[Any, Any] = {torch.ops.qbheat_det.suppress_overlaps.defa
 
 def build_head(model: nn.Module) -> Head:
     """Returns the head of a model, or raises a ``UserError`` if it cannot be exported."""
+    if isinstance(model, JoinedDetectors):
+        return JoinedHead(model)
     if isinstance(model, MFDETR):
         return MFDETRHead(model)
     if isinstance(model, RetinaNet | FCOS):

@@ -108,6 +108,11 @@ class SupportsKeptClasses(Protocol):
         """Returns the ``OLD_PREDICTIONS`` of each image. Called on the old detector."""
 
 
+def is_trainable(model: type | object) -> bool:
+    """Returns whether a model or class can be trained (its attribute of this name)."""
+    return bool(getattr(model, "is_trainable", True))
+
+
 def get_metrics(model: nn.Module) -> Mapping[str, Tensor]:
     """Returns scalar tensors by name, which are logged with the losses (``model.metrics``)."""
     return getattr(model, "metrics", {})
