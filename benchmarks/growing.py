@@ -10,7 +10,8 @@ Object Detectors without Catastrophic Forgetting" (arXiv:1708.06977). Each cell 
 ``custom/cached_retinanet_lite0_probe.yaml``, in a folder of its own:
   old     old images, from ImageNet weights: the detector to which classes are added
   plain   new images, from the weights of ``old``, without --keep-classes
-  kept    the same with --keep-classes
+  joined  ``old`` and ``plain``, joined by qbheat join; the time is that of ``plain``
+  kept    new images, from the weights of ``old``, with --keep-classes
   both    old and new images, from the weights of ``old``, with --keep-classes
   merged  old and new images, from ImageNet weights
   half    half of the training images with all labels, from ImageNet weights
@@ -40,6 +41,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from qbheat_det import load
+from qbheat_det.checkpoint import join_detectors
 from qbheat_det.core.errors import UserError, exit_on_user_error
 from qbheat_det.core.files import write_atomically
 
@@ -69,16 +71,25 @@ CASES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """A training: names of its data, and whether it starts from ``old`` and keeps its classes."""
+    """A training, or detectors that are joined.
+
+    Attributes:
+        data: names of the data.
+        starts_from_old: whether the training starts from the weights of ``old``.
+        keeps_classes: whether it keeps the classes of ``old``.
+        joins: the cells whose detectors are joined instead. The last one is that of the new images.
+    """
 
     data: tuple[str, ...]
     starts_from_old: bool = False
     keeps_classes: bool = False
+    joins: tuple[str, ...] = ()
 
 
 CELLS = {
     "old": Cell(("old",)),
     "plain": Cell(("new",), starts_from_old=True),
+    "joined": Cell(("new",), joins=("old", "plain")),
     "kept": Cell(("new",), starts_from_old=True, keeps_classes=True),
     "both": Cell(("new", "old"), starts_from_old=True, keeps_classes=True),
     "merged": Cell(("new", "old")),
@@ -194,6 +205,10 @@ def run_cell(name: str, data: Path, seed: int, opts: Sequence[str]) -> Content:
     file = folder / "result.json"
     if file.is_file():
         return dict(json.loads(file.read_text()))
+    if CELLS[name].joins:
+        result = join_cells(CELLS[name].joins, folder, data)
+        write_atomically(file, (json.dumps(result, indent=1) + "\n").encode())
+        return result
     command = list_words(name, data, seed, opts)
     fill = folder.with_name(f"{name}_fill")
     for unfinished in (folder, fill):
@@ -209,6 +224,20 @@ def run_cell(name: str, data: Path, seed: int, opts: Sequence[str]) -> Content:
     }
     write_atomically(file, (json.dumps(result, indent=1) + "\n").encode())
     return result
+
+
+def join_cells(cells: Sequence[str], folder: Path, data: Path) -> Content:
+    """Joins the detectors of finished cells, and judges the result."""
+    weights = [str(data.parent / cell / "model_final.safetensors") for cell in cells]
+    folder.mkdir(exist_ok=True)
+    join_detectors(weights, folder / "model_final.safetensors", overwrite=True)
+    last = json.loads((data.parent / cells[-1] / "result.json").read_text())
+    return {
+        "ap50": judge(folder, data / "val.json", data / "images"),
+        "cpu_minutes": last["cpu_minutes"],
+        "step_seconds": last["step_seconds"],
+        "command": "qbheat join " + " ".join(f"--weights {cell}" for cell in cells),
+    }
 
 
 def list_words(name: str, data: Path, seed: int, opts: Sequence[str]) -> list[str]:

@@ -18,6 +18,7 @@ from qbheat_det.export.graph import build_exportable
 from qbheat_det.inference.predict import build_predictor
 from tests.export.tiny_models import make_config, save, save_model
 from tests.tool_modules import load_tool, refuse
+from tests.toy_set import draw_toy_set
 
 join = load_tool("join").main
 
@@ -174,7 +175,8 @@ def test_a_joined_detector_predicts_from_python_and_cannot_be_trained(tmp_path):
         "b",
         "bb",
     }
+    data = str(draw_toy_set(tmp_path, 2, name="shapes", seed=0))
     with pytest.raises(UserError, match="qbheat join"):
-        assemble_run(RunFlags(data=str(tmp_path), weights=joined, output=str(tmp_path / "run")))
+        assemble_run(RunFlags(data=data, weights=joined, output=str(tmp_path / "run")))
     with pytest.raises(UserError, match="qbheat join"):
         detector.model.train()([{"image": torch.zeros(3, 64, 64)}])
