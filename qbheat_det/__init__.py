@@ -13,7 +13,8 @@
     vectors = encoder.embed("photos/")  # (N, D)
 
 ``load`` opens trained weights as a ``Detector`` or an ``Encoder`` (see ``qbheat_det.api``).
-``train`` trains a detector on your boxes and opens it. ``select`` chooses the images to label next.
+``train`` trains a detector on your boxes and opens it, and ``join`` joins detectors of one frozen
+encoder. ``select`` chooses the images to label next.
 ``deploy`` returns a faster form of a model. ``get_cfg`` returns Detectron2's default config with
 the keys of this package, and ``add_qbheat_config`` adds these keys to a config. ``model_zoo``
 provides configs and weights by name.
@@ -35,14 +36,14 @@ from qbheat_det.core.other_names import name_attribute
 use_writable_caches()  # before libraries read the variables
 
 __all__ = [
-    "Detector", "Encoder", "add_qbheat_config", "data", "deploy", "get_cfg", "load", "model_zoo",
-    "modeling", "select", "train",
+    "Detector", "Encoder", "add_qbheat_config", "data", "deploy", "get_cfg", "join", "load",
+    "model_zoo", "modeling", "select", "train",
 ]  # fmt: skip
 __version__ = VERSION
 
 if TYPE_CHECKING:  # with ``__getattr__``, type checkers would accept any name
     from . import data, model_zoo, modeling
-    from .api import Detector, Encoder, load, train
+    from .api import Detector, Encoder, join, load, train
     from .config import add_qbheat_config, get_cfg
     from .deployment import deploy
     from .labelling import select
@@ -54,6 +55,7 @@ else:
         "add_qbheat_config": "qbheat_det.config",
         "deploy": "qbheat_det.deployment",
         "get_cfg": "qbheat_det.config",
+        "join": "qbheat_det.api",
         "load": "qbheat_det.api",
         "select": "qbheat_det.labelling",
         "train": "qbheat_det.api",

@@ -27,7 +27,7 @@ from qbheat_det.inference.results import (
 )
 
 from .detector import Detector
-from .loading import load, load_detector, load_encoder, train
+from .loading import join, load, load_detector, load_encoder, train
 
 if TYPE_CHECKING:
     from qbheat_det.checkpoint import find_weights
@@ -55,6 +55,7 @@ __all__ = [
     "find_weights",
     "fit_penalised",
     "get_class_color",
+    "join",
     "load",
     "load_detector",
     "load_encoder",

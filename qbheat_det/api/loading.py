@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""``load``, which opens trained weights, and ``train``. An exported file needs no PyTorch."""
+"""``load``, which opens trained weights, ``train`` and ``join``. Exported files need no PyTorch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +122,29 @@ def train(
     )
     train_run(plan_run(run_flags))
     return load(folder, device=run_flags.device or None)
+
+
+def join(weights: Sequence[str | Path], output: str | Path, *, overwrite: bool = False) -> Detector:
+    """Joins detectors of one frozen encoder, like ``qbheat join``, and opens the result.
+
+    Nothing is trained. The joined detector finds what each of the detectors finds alone.
+
+    Args:
+        weights: at least two detectors, as in ``load``. If two of them have a class of the same
+            name, the first one finds it.
+        output: the new ``.safetensors`` file.
+        overwrite: whether to replace ``output`` if it exists.
+
+    Raises:
+        UserError: there are not two detectors, their encoders or images differ, or a file cannot be
+            read or written.
+    """
+    from qbheat_det.checkpoint import join_detectors
+
+    if isinstance(weights, str | Path):
+        raise UserError(f"weights must be a list of detectors, not {str(weights)!r}")
+    join_detectors([str(name) for name in weights], Path(output), overwrite=overwrite)
+    return load_detector(output)
 
 
 def load_detector(

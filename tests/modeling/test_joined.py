@@ -166,8 +166,8 @@ def test_one_detector_another_suffix_and_an_existing_file_are_refused(tmp_path, 
 
 def test_a_joined_detector_predicts_from_python_and_cannot_be_trained(tmp_path):
     parts = [save_named(tmp_path / n, "two_classes", [n, f"{n}b"]) for n in "ab"]
-    joined = join_files(tmp_path, *parts)
-    detector = qbheat_det.load(joined)
+    joined = str(tmp_path / "joined.safetensors")
+    detector = qbheat_det.join(parts, joined)
     image = np.random.default_rng(0).integers(0, 256, (64, 80, 3), dtype=np.uint8)
     assert {box.class_name for box in detector.predict(image, threshold=0)} <= {
         "a",
@@ -175,6 +175,8 @@ def test_a_joined_detector_predicts_from_python_and_cannot_be_trained(tmp_path):
         "b",
         "bb",
     }
+    with pytest.raises(UserError, match="list"):
+        qbheat_det.join(parts[0], joined)
     data = str(draw_toy_set(tmp_path, 2, name="shapes", seed=0))
     with pytest.raises(UserError, match="qbheat join"):
         assemble_run(RunFlags(data=data, weights=joined, output=str(tmp_path / "run")))
