@@ -5,6 +5,7 @@ import difflib
 import functools
 import logging
 import shlex
+import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from detectron2.utils import comm
 from torch import nn
 
 from qbheat_det.analysis.report import build_report
-from qbheat_det.analysis.run import FigureOptions, Run
+from qbheat_det.analysis.run import FigureOptions, Run, read_metrics
 from qbheat_det.checkpoint import (
     BEST_WEIGHTS,
     LAST_WEIGHTS,
@@ -27,7 +28,7 @@ from qbheat_det.checkpoint import (
 )
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import replace_folders
+from qbheat_det.core.files import replace_folders, write_atomically
 from qbheat_det.core.termination import Interrupted
 from qbheat_det.core.text import format_duration, join_first
 from qbheat_det.deployment import deploy_by_config
@@ -40,10 +41,13 @@ from qbheat_det.engine import (
     record_start,
     setup,
 )
+from qbheat_det.engine.hooks import find_sign
 from qbheat_det.engine.logs import removes_empty_run
 from qbheat_det.engine.minutes import fit_minutes
 from qbheat_det.engine.run_flags import Paths
 from qbheat_det.engine.run_record import (
+    BEST_RESULTS_FOLDER,
+    FIRST_STAGE_FOLDER,
     LOCK_FILE,
     find_duration,
     find_shared_images,
@@ -182,8 +186,48 @@ def _replace_by_first_stage(stage: Stage, first: Stage) -> None:
     )
 
 
+def _keeps_first_stage(stage: Stage) -> bool:
+    """Makes the weights of the first stage those of the run if no later evaluation was better.
+
+    Returns whether it has done so. Both stages are evaluated on the same images.
+    """
+    folder = stage.folder
+    first = folder / FIRST_STAGE_FOLDER
+    metric = stage.cfg.TEST.BEST_METRIC
+    values = _list_values(folder, metric)
+    first_values = _list_values(first, metric)
+    if not values or not first_values:
+        return False
+    sign = find_sign(metric)
+    best = max(values, key=lambda value: sign * value)
+    best_of_first = max(first_values, key=lambda value: sign * value)
+    if sign * best >= sign * best_of_first:
+        return False
+    write_atomically(folder / BEST_WEIGHTS, (first / BEST_WEIGHTS).read_bytes())
+    results = folder / BEST_RESULTS_FOLDER
+    shutil.rmtree(results, ignore_errors=True)
+    if (first / BEST_RESULTS_FOLDER).is_dir():
+        shutil.copytree(first / BEST_RESULTS_FOLDER, results)
+    logger.warning(
+        f"The second stage did not improve on the first: {metric} {best:.4g} instead of "
+        f"{best_of_first:.4g}. So {BEST_WEIGHTS} in '{folder}' has the weights of the first "
+        "stage, with its image size. Train for longer, or use --freeze"
+    )
+    return True
+
+
+def _list_values(folder: Path, metric: str) -> list[float]:
+    """Returns the values of a metric in all evaluations of a run."""
+    path = folder / "metrics.json"
+    if not path.is_file():
+        return []
+    return [float(record[metric]) for record in read_metrics(path) if metric in record]
+
+
 def train_stage(stage: Stage) -> dict[str, Any]:
     """Trains one stage, records the run, and writes its report.
+
+    A second stage that does not improve on the first one leaves the weights of the first one.
 
     Returns:
         The results of the last evaluation.
@@ -208,7 +252,8 @@ def train_stage(stage: Stage) -> dict[str, Any]:
             results = trainer.train()
         finally:
             add_duration(time.monotonic() - start)
-        logger.info(f"Report: '{write_run_report(trainer.cfg)}'")
+        page = write_run_report(trainer.cfg, keeps_first=_keeps_first_stage(stage))
+        logger.info(f"Report: '{page}'")
         return results
 
 
@@ -265,8 +310,11 @@ def evaluate_stage(stage: Stage) -> dict[str, Any]:
         return evaluate(cfg, resume=stage.resume, prepare=prepare)
 
 
-def write_run_report(cfg: CfgNode) -> Path:
-    """Writes ``report.html`` into the folder of a finished run, and returns its path."""
+def write_run_report(cfg: CfgNode, *, keeps_first: bool = False) -> Path:
+    """Writes ``report.html`` into the folder of a finished run, and returns its path.
+
+    ``keeps_first`` says that the weights of the run are those of its first stage.
+    """
     folder = Path(cfg.OUTPUT_DIR)
     model = cfg.MODEL
     seconds = find_duration(folder)
@@ -285,7 +333,12 @@ def write_run_report(cfg: CfgNode) -> Path:
     lead += "."
     for text in find_shared_images(folder):
         lead += f" Note: {text}."
-    if run.weights.name == BEST_WEIGHTS:
+    if keeps_first:
+        lead += (
+            " No evaluation of the second stage was better than those of the first. This page "
+            f"shows the weights of the first stage, {BEST_WEIGHTS}."
+        )
+    elif run.weights.name == BEST_WEIGHTS:
         lead += (
             f" This page shows the weights with the best evaluation, {BEST_WEIGHTS}, after "
             f"{_count_steps(run.weights):,} steps. Commands that name the folder use them too."

@@ -113,9 +113,7 @@ class EvalHook(HookBase):
         self.is_owed = False
         self.is_evaluating = False
         self.value: float | None = None
-        self.sign = 1
-        if best_metric.rpartition("/")[2].startswith("loss"):
-            self.sign = -1
+        self.sign = find_sign(best_metric)
         self.seconds = 0.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -233,6 +231,11 @@ class EvalHook(HookBase):
         shutil.rmtree(kept, ignore_errors=True)
         if (folder / "inference").is_dir():
             shutil.copytree(folder / "inference", kept)
+
+
+def find_sign(metric: str) -> int:
+    """Returns 1 if a higher value of a metric is better, -1 if a lower one is, as of a loss."""
+    return -1 if metric.rpartition("/")[2].startswith("loss") else 1
 
 
 class PeriodicCheckpointer(HookBase):

@@ -12,7 +12,7 @@ from qbheat_det.api import training
 from qbheat_det.checkpoint import find_weights
 from qbheat_det.config import get_config_path, get_value, load_config, with_values
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine import RunFlags, Stage, assemble_run, read_config
+from qbheat_det.engine import RunFlags, Stage, Trainer, assemble_run, read_config
 from qbheat_det.engine.run_config import read_first_stage
 from qbheat_det.engine.time_limit import TimeLimit
 from qbheat_det.tasks import DETECTION
@@ -99,6 +99,30 @@ def test_two_stages_equal_two_commands_and_resume_exactly(
     for lead in reports[-2:]:
         assert re.search(r"3 steps of 2 images in .*, starting from .*first_stage/model_best", lead)
         assert "best evaluation, model_best.safetensors, after 3 steps" in lead
+
+
+@pytest.mark.parametrize("second_value", [10.0, 60.0])
+def test_a_second_stage_that_is_worse_leaves_the_weights_of_the_first(
+    second_value, second, data, tmp_path, monkeypatch
+):
+    leads = []
+    monkeypatch.setattr(training, "build_report", lambda *_, lead, **__: leads.append(lead) or [])
+
+    def evaluate(trainer):
+        is_first = trainer.cfg.OUTPUT_DIR.endswith("first_stage")
+        return {"bbox": {"AP": 50.0 if is_first else second_value}}
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
+    output = tmp_path / "run"
+    opts = {**SHARED, **OPTS}
+    for flags in ([], ["--resume"]):
+        train(second, data, output, opts, *flags)
+        first = (output / "first_stage" / "model_best.safetensors").read_bytes()
+        is_kept = (output / "model_best.safetensors").read_bytes() == first
+        assert is_kept == (second_value < 50)
+        assert ("weights of the first stage" in leads[-1]) == is_kept
+        log = (output / "log.txt").read_text()
+        assert ("bbox/AP 10 instead of 50" in log) == is_kept
 
 
 def test_the_first_stage_shares_data_device_and_model(first, data):
