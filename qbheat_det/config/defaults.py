@@ -238,7 +238,7 @@ _KEYS: dict[str, dict[str, Any]] = {
         # Images and boxes of --data with faults are left out. More than this share is an error.
         "MAX_LEFT_OUT": 0.1,
         # Share of the images of --data that is held out if no evaluation set is given; 0 disables.
-        # The split is stratified by class, depends on SEED, and is in OUTPUT_DIR/split.json.
+        # The split is stratified by class, the same for all SEEDs, and is in OUTPUT_DIR/split.json.
         "VAL_FRACTION": 0.2,
     },
     "INPUT": {

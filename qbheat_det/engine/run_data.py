@@ -674,7 +674,6 @@ def _read_or_make_split(
             opened.source,
             opened.annotations,
             fraction=draft.cfg.DATASETS.VAL_FRACTION,
-            seed=max(draft.cfg.SEED, 0),
             seen=seen,
             has_val=bool(own_val),
         )

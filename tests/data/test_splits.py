@@ -39,7 +39,7 @@ def test_a_fifth_is_held_out_in_the_proportions_of_the_classes():
 
 def test_parts_of_a_split_are_disjoint_in_boxes_and_ground_truth(tmp_path):
     source = open_source(str(write_yolo(tmp_path, more="de"))).train
-    split = split_source(source, read_annotations(source), fraction=0.2, seed=0)
+    split = split_source(source, read_annotations(source), fraction=0.2)
     names = {part: set(split[part]) for part in ("train", "val")}
     assert sorted(names["train"] | names["val"]) == [f"train/images/{s}.jpg" for s in "abcde"]
     assert names["train"].isdisjoint(names["val"])
@@ -64,7 +64,7 @@ def test_images_that_weights_have_seen_keep_their_side_under_other_names(tmp_pat
         Image.new("RGB", (40, 20), (ord(path.stem) * 21 % 256, ord(path.stem) * 77 % 256, 9)).save(
             path
         )
-    split = split_source(source, read_annotations(source), fraction=0.3, seed=0)
+    split = split_source(source, read_annotations(source), fraction=0.3)
     parts = {
         part: [str(tmp_path / "old" / name) for name in split[part]] for part in ("train", "val")
     }
@@ -83,7 +83,7 @@ def test_images_that_weights_have_seen_keep_their_side_under_other_names(tmp_pat
             tmp_path / f"new/train/images/{stem}.jpg"
         )
     new = open_source(str(tmp_path / "new/data.yaml")).train
-    again = split_source(new, read_annotations(new), fraction=0.3, seed=7, seen=seen)
+    again = split_source(new, read_annotations(new), fraction=0.3, seen=seen)
     for part in ("train", "val"):
         assert {renamed[name] for name in split[part]} <= set(again[part])
     fresh = {f"train/images/{stem}.jpg" for stem in "xyz"}

@@ -145,7 +145,7 @@ def test_labels_without_some_of_the_classes_to_evaluate_train_on_all_of_them(tin
     assert record["annotations"][0]["category_id"] == len(names) - 1
 
 
-def test_a_fifth_is_held_out_written_down_and_the_same_on_resume(tmp_path):
+def test_a_fifth_is_held_out_written_down_and_the_same_for_all_seeds(tmp_path):
     make_classes(Path("MANY"), {"ape": 10, "bee": 5})
     words = f"--data MANY --output {tmp_path}/run SEED"
     stage = assemble(parse_run(CLASSIFY, {}, *f"{words} 1".split()))
@@ -163,9 +163,7 @@ def test_a_fifth_is_held_out_written_down_and_the_same_on_resume(tmp_path):
     assert Trainer.build_train_loader(cfg).num_images == 12
     source = stage.data.given[1].source
     assert (source.split_file, source.split_part) == (f"{tmp_path}/run/split.json", "val")
-    assert held_out(configure(f"{words} 1", CLASSIFY)) == first
-    assert held_out(configure(f"{words} 2", CLASSIFY)) != first
-    assert held_out(configure(f"--resume {words} 2", CLASSIFY)) == first
+    assert held_out(configure(f"{words} 2", CLASSIFY)) == first
     assert configure(f"{words} 1 DATASETS.VAL_FRACTION 0", CLASSIFY).DATASETS.TEST == ()
 
 

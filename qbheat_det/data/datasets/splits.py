@@ -25,6 +25,7 @@ from .image_folder import load_image_folders
 from .sources import Source
 
 SPLIT_FILE = "split.json"
+_SEED = 0  # of held-out images
 SEEN_FILE = "seen_images.json"
 
 
@@ -66,25 +67,24 @@ def split_source(
     annotations: Annotations | None = None,
     *,
     fraction: float,
-    seed: int,
     seen: SeenImages = SeenImages(),
     has_val: bool = False,
 ) -> dict[str, Any]:
     """Divides the images of a source into training and validation images.
 
-    Images in ``seen`` stay training or validation images. ``choose_val`` divides all others.
+    Images in ``seen`` stay training or validation images. ``choose_val`` divides all others. It
+    does not depend on ``SEED``, so that runs with different seeds are comparable.
 
     Args:
         source: the source.
         annotations: its images and boxes; None for class folders.
         fraction: share of the images to use for validation, in (0, 1).
-        seed: seed of the random choice.
         seen: images that the initial weights were trained on or evaluated with.
         has_val: whether there are other validation images, so that no image must be held out.
 
     Returns:
-        The content of ``split.json``: "seed", "fraction", and the lists "train" and "val" of the
-        names of images.
+        The content of ``split.json``: "fraction", and the lists "train" and "val" of the names of
+        images.
 
     Raises:
         UserError: there are too few images.
@@ -100,7 +100,7 @@ def split_source(
             elif fingerprint in seen.val:
                 part_of_image[index] = "val"
     new = [index for index in range(len(names)) if index not in part_of_image]
-    held_out = choose_val([groups[index] for index in new], fraction=fraction, seed=seed)
+    held_out = choose_val([groups[index] for index in new], fraction=fraction, seed=_SEED)
     for position, index in enumerate(new):
         part_of_image[index] = "val" if position in held_out else "train"
     parts: dict[str, list[str]] = {"train": [], "val": []}
@@ -114,7 +114,7 @@ def split_source(
             f"a share of {fraction:g} of {images} cannot be held out: pass a validation set with "
             "--val, or disable evaluation with DATASETS.VAL_FRACTION 0"
         )
-    return {"seed": seed, "fraction": fraction, **parts}
+    return {"fraction": fraction, **parts}
 
 
 def _list_images(
