@@ -16,7 +16,6 @@ NETWORK_KEYS = (
     "MODEL.FPN.SEPARABLE",
     "MODEL.TIMM.NUM_BLOCKS",
     "MODEL.RETINANET.SEPARABLE_HEAD.ENABLED",
-    "MODEL.RETINANET.SEPARABLE_HEAD.SHARES_TOWER",
 )
 """Keys of the network. The weights of one config do not fit another config with other values."""
 
@@ -112,7 +111,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         # Depthwise-separable convolutions in the towers, and 1x1 predictors.
         "ENABLED": False,
         "KERNEL_SIZE": 5,  # side of the depthwise kernels
-        "SHARES_TOWER": True,  # one tower for classes and boxes
     },
     "MODEL.FCOS": {  # Detectron2 has no FCOS keys; names are as in MODEL.RETINANET
         "NUM_CLASSES": 80,

@@ -1,9 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """RetinaNet's head with depthwise-separable convolutions, which take less time on CPUs.
 
-Large depthwise kernels, one tower for both tasks and 1x1 predictors are as in PP-PicoDet
-(arXiv:2111.00902). At stride 8, a layer of 64 channels takes 5,696 multiply-adds per position with
-5 x 5 kernels; a dense layer of 3 x 3 takes 36,864.
+Large depthwise kernels and 1x1 predictors are as in PP-PicoDet (arXiv:2111.00902). At stride 8, a
+layer of 64 channels takes 5,696 multiply-adds per position with 5 x 5 kernels; a dense layer of
+3 x 3 takes 36,864. Deviation: classes and boxes have a tower each, as in RetinaNet, because one
+tower for both costs five points of AP (docs/performance.md).
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling.meta_arch.retinanet import RetinaNetHead
-from torch import Tensor, nn
+from torch import nn
 
 from qbheat_det.config import configurable
 from qbheat_det.layers import separable_conv
@@ -28,14 +29,12 @@ class SeparableHead(RetinaNetHead):
 
     cls_score: nn.Conv2d
     bbox_pred: nn.Conv2d
-    bbox_subnet: Any  # a tower, or None if there is one for both tasks
 
     @configurable
-    def __init__(self, *, kernel_size: int, shares_tower: bool, **kwargs: Any) -> None:
+    def __init__(self, *, kernel_size: int, **kwargs: Any) -> None:
         """
         Args:
             kernel_size: side of the depthwise kernels, an odd number.
-            shares_tower: whether one tower computes the maps of both predictors.
             kwargs: arguments of ``RetinaNetHead``.
 
         Raises:
@@ -46,38 +45,16 @@ class SeparableHead(RetinaNetHead):
         check_value(is_odd, name, kernel_size, "an odd number of at least 1")
         super().__init__(**kwargs)
         make_separable(self.cls_subnet, kernel_size)
+        make_separable(self.bbox_subnet, kernel_size)
         self.cls_score = _shrink_predictor(self.cls_score)
         self.bbox_pred = _shrink_predictor(self.bbox_pred)
-        if shares_tower:
-            self.bbox_subnet = None
-        else:
-            make_separable(self.bbox_subnet, kernel_size)
 
     @classmethod
     def from_config(cls, cfg: CfgNode, input_shape: Sequence[ShapeSpec]) -> dict[str, Any]:
-        node = cfg.MODEL.RETINANET.SEPARABLE_HEAD
         return {
             **super().from_config(cfg, input_shape),
-            "kernel_size": node.KERNEL_SIZE,
-            "shares_tower": node.SHARES_TOWER,
+            "kernel_size": cfg.MODEL.RETINANET.SEPARABLE_HEAD.KERNEL_SIZE,
         }
-
-    def forward(self, features: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Takes a map (N, C, H, W) per level.
-
-        Returns, per level, class logits (N, A * K, H, W) and box deltas (N, A * 4, H, W) of A
-        anchors per position.
-        """
-        logits = []
-        deltas = []
-        for feature_map in features:
-            class_map = self.cls_subnet(feature_map)
-            box_map = class_map
-            if self.bbox_subnet is not None:
-                box_map = self.bbox_subnet(feature_map)
-            logits.append(self.cls_score(class_map))
-            deltas.append(self.bbox_pred(box_map))
-        return logits, deltas
 
 
 def make_separable(tower: nn.Sequential, kernel_size: int) -> None:

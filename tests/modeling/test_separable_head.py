@@ -26,7 +26,6 @@ def make_head(**changes):
         "conv_dims": [CHANNELS] * 2,
         "norm": "BN",
         "kernel_size": 5,
-        "shares_tower": True,
     }
     torch.manual_seed(0)
     return SeparableHead(**{**arguments, **changes})
@@ -53,17 +52,15 @@ def test_a_separable_convolution_is_the_dense_one_with_the_product_of_its_weight
     assert_close(conv(x), F.conv2d(x, weight, pointwise.bias, stride, padding=2))
 
 
-@pytest.mark.parametrize("shares_tower", [True, False])
-def test_the_head_computes_its_towers_level_by_level(shares_tower):
-    head = make_head(shares_tower=shares_tower).eval()
+def test_the_head_computes_its_towers_level_by_level():
+    head = make_head().eval()
     for number, norm in enumerate((head.cls_subnet[1], head.cls_subnet[4])):
         norm[1].running_mean.fill_(number + 0.5)  # the second level has its own statistics
     maps = make_maps()
     logits, deltas = head(maps)
     for level, x in enumerate(maps):
-        towers = [head.cls_subnet, head.cls_subnet if shares_tower else head.bbox_subnet]
         results = []
-        for tower in towers:
+        for tower in (head.cls_subnet, head.bbox_subnet):
             y = x
             for index in (0, 3):
                 norm = tower[index + 1]
@@ -78,10 +75,7 @@ def test_the_head_computes_its_towers_level_by_level(shares_tower):
 def test_the_number_of_parameters_is_what_the_docstring_counts():
     layer = CHANNELS * 25 + CHANNELS * CHANNELS + CHANNELS + 2 * CHANNELS  # with bias and norm
     predictors = (CHANNELS + 1) * ANCHORS * (CLASSES + 4)
-    shared = sum(p.numel() for p in make_head().parameters())
-    assert shared == 2 * layer + predictors
-    apart = sum(p.numel() for p in make_head(shares_tower=False).parameters())
-    assert apart == 4 * layer + predictors
+    assert sum(p.numel() for p in make_head().parameters()) == 4 * layer + predictors
 
 
 def test_scores_start_at_the_prior():
@@ -96,9 +90,8 @@ def test_an_even_kernel_is_refused_by_its_key(kernel_size):
         make_head(kernel_size=kernel_size)
 
 
-@pytest.mark.parametrize("shares_tower", [True, False])
-def test_each_parameter_of_a_model_from_a_config_has_a_gradient(shares_tower):
-    model = build_model(make_config(SHARES_TOWER=shares_tower)).train()
+def test_each_parameter_of_a_model_from_a_config_has_a_gradient():
+    model = build_model(make_config()).train()
     assert isinstance(model.head, SeparableHead)
     names = ("fpn_output3", "fpn_output4", "top_block.convs.0")
     for name in names:
