@@ -245,16 +245,16 @@ def _detect(run: Run, dataset: DetectionSet) -> tuple[list[dict[str, Any]], set[
     """Returns the detections of a run in COCO format, and the ids of the images it could read.
 
     Reads the detections of the run's last evaluation if the run's weights made them. Otherwise,
-    runs the model.
+    runs the model. Classes are compared by name, and may have another order.
     """
     names = tuple(run.cfg.MODEL.CLASS_NAMES)
-    if names != dataset.class_names:
+    if sorted(names) != sorted(dataset.class_names):
         raise NotApplicable(
             f"'{run.label}' has the classes {join_first(names)}, unlike '{dataset.json_file}' "
             f"({join_first(dataset.class_names)})"
         )
     results_file = run.find_detections(dataset.name)
-    if results_file is None:
+    if results_file is None or names != dataset.class_names:
         return _run_detector(run, dataset)
     image_ids = {image["id"] for image in dataset.content["images"]}
     predictions_file = results_file.with_name("instances_predictions.pth")
@@ -269,6 +269,8 @@ def _run_detector(run: Run, dataset: DetectionSet) -> tuple[list[dict[str, Any]]
     """Runs the model. Returns its detections in COCO format, and the ids of the readable images."""
     loader = Trainer.build_test_loader(run.cfg, dataset.name)
     model = run.model
+    id_of_name = dict(zip(dataset.class_names, dataset.category_ids, strict=True))
+    category_ids = [id_of_name[name] for name in run.cfg.MODEL.CLASS_NAMES]
 
     def predict() -> Iterator[tuple[Any, Any, Instances]]:
         """Yields (image id, tile or None, detections) for each image or tile."""
@@ -281,8 +283,7 @@ def _run_detector(run: Run, dataset: DetectionSet) -> tuple[list[dict[str, Any]]
     for image_id, instances in merge_images(predict()):  # merges the tiles of an image
         image_ids.add(image_id)
         for result in instances_to_coco_json(instances, image_id):
-            class_index = result["category_id"]
-            results.append({**result, "category_id": dataset.category_ids[class_index]})
+            results.append({**result, "category_id": category_ids[result["category_id"]]})
     return results, image_ids
 
 

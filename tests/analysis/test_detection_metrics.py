@@ -264,8 +264,25 @@ def test_runs_that_cannot_be_evaluated_are_left_out(data, tmp_path, monkeypatch)
     (tmp_path / "boxes.json").rename(data / "boxes.json")
     with pytest.raises(NotApplicable, match="classes"):
         draw(runs[2])
-    cfg = make_probe_config()
-    cfg.MODEL.CLASS_NAMES = ["disc", "square"]
-    cfg.DATASETS.TEST = (f"detections {data.name} boxes.json",)
     with pytest.raises(NotApplicable, match=r"boxes\.json"):
-        draw(write_run(tmp_path / "swapped", cfg))
+        draw(write_named(tmp_path / "other_names", data, ["square", "cross"]))
+
+
+def write_named(folder, data, names):
+    """Writes a detector with these classes, which finds the second one in the left half."""
+    cfg = make_probe_config()
+    cfg.MODEL.CLASS_NAMES = names
+    cfg.DATASETS.TEST = (f"detections {data.name} boxes.json",)
+    cfg.DATALOADER.NUM_WORKERS = 0
+    return write_run(folder, cfg)
+
+
+def test_classes_in_another_order_are_compared_by_name(data, tmp_path):
+    write_detector(tmp_path / "same", data)  # registers the data
+    figure = draw(write_named(tmp_path / "swapped", data, ["disc", "square"]), threshold=0.1)
+    run = figure.data["runs"]["swapped"]
+    # It finds a square in each left half. The only one is in image 2, with the second highest
+    # score: precision is 1/2 at all recalls.
+    assert run["class_ap"] == pytest.approx({"square": 50, "disc": 0})
+    assert run["errors"] == {"correct": 1, "wrong": 2, "missed": 2}
+    assert figure.data["boxes"] == {"square": 1, "disc": 2}
