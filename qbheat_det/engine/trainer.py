@@ -208,11 +208,14 @@ class Trainer(DefaultTrainer):
         self.data_loader.seed = self.seed
 
     def _advise_to_keep_classes(self) -> None:
-        """Names ``--keep-classes`` if classes of the initial weights are dropped."""
+        """Names the ways to keep classes of the initial weights that the model drops."""
         report = self.checkpointer.report
         is_possible = isinstance(self.bare_model, SupportsKeptClasses)
         if is_possible and report and report.class_change and report.class_change.dropped:
-            logger.info("The dropped classes are forgotten: --keep-classes keeps them")
+            logger.info(
+                "The dropped classes are forgotten: --keep-classes keeps them; or, if the encoder "
+                "stays frozen, qbheat join joins both detectors afterwards"
+            )
 
     def train(self) -> dict[str, Any]:
         """Trains from ``start_iter`` to ``max_iter``, which hooks may change.
