@@ -442,7 +442,9 @@ def test_a_folder_of_output_is_counted_as_one(tmp_path, make):
     write_image(tmp_path / "others" / "e.jpg")
     left_out = open_source(str(path)).account.left_out
     (of_run,) = [one for one in left_out if one.where == f"'{run}'"]
-    assert "(4)" in of_run.message and of_run.item == "other file" and not of_run.is_fault
+    assert "(4)" in of_run.message
+    assert of_run.item == "other file"
+    assert not of_run.is_fault
     where = {one.where.strip("'") for one in left_out}
     assert {str(tmp_path / "drawn"), str(tmp_path / "others/e.jpg")} <= where
     assert not [path for path in where if path.startswith((f"{run}/", f"{tmp_path}/drawn/"))]
