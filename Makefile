@@ -27,7 +27,7 @@ help: ## list the targets
 
 install: $(INSTALLED) ## make .venv with everything in it (about 2.5 GB to download, 6 GB on disk)
 
-demo: $(INSTALLED) ## train a detector of blood cells in half a minute; report in output/demo
+demo: $(INSTALLED) ## train a detector of blood cells in about a minute; report in output/demo
 	$(PY) tools/qbheat demo $(ARGS)
 
 test: $(INSTALLED) ## run the tests, without the slow ones

@@ -4,6 +4,8 @@
 Does not import torch, Detectron2 or the package, so that ``--help`` is fast.
 """
 
+from __future__ import annotations  # ``doctor.py`` imports this in a Python that is too old
+
 import argparse
 import difflib
 import importlib.util
@@ -258,7 +260,13 @@ def add_training_flags(parser: Parser) -> None:
     )
     parser.add_argument("--weights", default="", metavar="W", help=f"MODEL.WEIGHTS: {WEIGHTS}")
     parser.add_argument("--output", default="", metavar="DIR", help="OUTPUT_DIR")
-    parser.add_argument("--epochs", type=float, metavar="N", help="SOLVER.EPOCHS")
+    parser.add_argument(
+        "--epochs",
+        type=float,
+        metavar="N",
+        help="SOLVER.EPOCHS, passes over the training images; if a recipe has two stages, those of "
+        "the second one alone (--minutes shortens both)",
+    )
     parser.add_argument(
         "--minutes",
         type=float,

@@ -4,7 +4,7 @@
 
 The encoder is frozen: it encodes each image once, and the other layers of a RetinaNet are trained
 on its features. The images and the encoder come with the package; nothing is downloaded. The demo
-takes about a minute of one core.
+takes about a minute on one core, or half a minute on two.
 
 examples:
   qbheat demo

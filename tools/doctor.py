@@ -7,7 +7,6 @@ folders. This script itself needs no packages. The exit code is 1 if a requireme
 
 from __future__ import annotations  # so that the check also runs in a Python that is too old
 
-import argparse
 import importlib
 import importlib.metadata
 import importlib.util
@@ -16,6 +15,8 @@ import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from arguments import make_parser
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -242,10 +243,7 @@ def report(findings: Sequence[Finding]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.parse_args(argv)
+    make_parser(__doc__).parse_args(argv)
     findings = [check_python(), *check_torch(), *check_detectron2(), *check_libraries()]
     return report([*findings, check_package(), *check_datasets()])
 

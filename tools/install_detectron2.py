@@ -12,7 +12,6 @@ evaluation are missing. If you need them, build the official Detectron2:
     pip install --no-build-isolation 'git+https://github.com/facebookresearch/detectron2.git'
 """
 
-import argparse
 import base64
 import hashlib
 import os
@@ -25,6 +24,8 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from arguments import make_parser
 
 SDIST = "pb1-detectron2"  # name on the index; Python files as in Detectron2's tag v0.6
 SHA256 = "5d2e9e51e523ec72f6a31cca04b0a515492e9514b773a3d134cedc0677170b29"
@@ -359,10 +360,7 @@ def install() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.parse_args(argv)
+    make_parser(__doc__).parse_args(argv)
     try:
         install()
     except InstallError as error:

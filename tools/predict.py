@@ -23,7 +23,7 @@ examples:
       --weights output/run --images photos/ --json boxes.json
 
   # predict on a Ray cluster, from an object store; writes Parquet files to the folder of --output
-  qbheat predict --engine ray --weights retinanet/285M_bccd \
+  qbheat predict --engine ray --weights retinanet/285M_bccd \\
       --images s3://bucket/photos --output s3://bucket/boxes
 
 exit code: 0 on success; 1 if a file was skipped or not drawn; 2 if there are no results.

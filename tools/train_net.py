@@ -97,9 +97,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     if args.dry_run:
         raise UserError("--dry-run rehearses training: leave out --eval-only")
     if flags.output or flags.resume or "OUTPUT_DIR" in flags.opts:
-        return evaluate(flags)
+        return evaluate(flags, is_temporary=False)
     with tempfile.TemporaryDirectory(prefix="qbheat_evaluate_") as folder:
-        return evaluate(dataclasses.replace(flags, output=folder))
+        return evaluate(dataclasses.replace(flags, output=folder), is_temporary=True)
 
 
 def train(flags: "RunFlags", *, is_dry: bool) -> dict[str, Any]:
@@ -117,13 +117,17 @@ def train(flags: "RunFlags", *, is_dry: bool) -> dict[str, Any]:
     return train_run(stages)
 
 
-def evaluate(flags: "RunFlags") -> dict[str, Any]:
-    """Evaluates weights, and prints the results on the main process."""
+def evaluate(flags: "RunFlags", *, is_temporary: bool) -> dict[str, Any]:
+    """Evaluates weights, and prints the results on the main process.
+
+    ``is_temporary`` tells whether the output folder will be removed.
+    """
     from qbheat_det.api.training import evaluate_stage
     from qbheat_det.engine import assemble_evaluation
     from qbheat_det.engine.logs import print_results
 
-    results = evaluate_stage(assemble_evaluation(flags))
+    stage = dataclasses.replace(assemble_evaluation(flags), is_temporary=is_temporary)
+    results = evaluate_stage(stage)
     if results:
         print_results(results)
     return results

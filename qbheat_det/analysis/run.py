@@ -23,6 +23,7 @@ from qbheat_det.checkpoint import (
     local_weights,
 )
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import RUN_FILE
 from qbheat_det.core.text import join_first
 from qbheat_det.data import (
     SPLIT_FILE,
@@ -33,7 +34,7 @@ from qbheat_det.data import (
     read_split,
     register_source,
 )
-from qbheat_det.engine.run_record import BEST_RESULTS_FOLDER, RUN_FILE, read_run_record
+from qbheat_det.engine.run_record import BEST_RESULTS_FOLDER, read_run_record
 from qbheat_det.inference.predict import build_predictor
 from qbheat_det.tasks import Task, find_task
 

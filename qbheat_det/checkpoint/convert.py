@@ -23,9 +23,8 @@ from torch import Tensor
 
 from qbheat_det.config import get_cfg, with_values
 from qbheat_det.config.loading import check_timm_name
-from qbheat_det.core.errors import UserError
+from qbheat_det.core.errors import UserError, describe_download_error
 from qbheat_det.core.files import check_output
-from qbheat_det.core.text import one_line
 
 from .matching import fit_weights, strip_wrappers
 from .weights_file import WeightsInfo, read_weights, save_weights
@@ -378,9 +377,10 @@ class TimmWeights(PathHandler):
             model = timm.create_model(file.stem, pretrained=True)
         except Exception as error:  # due to the name, the hub, the network or the file
             raise UserError(
-                f"timm's weights '{name}' could not be downloaded ({one_line(error)}): copy "
-                f"'{file.name}' from '{folder}' of another machine; `qbheat zoo list 'timm/*'` has "
-                "networks whose weights are in Python's package index"
+                f"timm's weights '{name}' could not be downloaded: "
+                f"{describe_download_error(error)}; without a network, load them on another "
+                f"machine, and copy '{file.name}' from its cache to '{folder}'; or use one of "
+                "`qbheat zoo list 'timm/*'`, whose weights are in Python's package index"
             ) from error
         info = WeightsInfo(
             pixel_format="RGB",

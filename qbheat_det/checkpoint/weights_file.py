@@ -28,9 +28,8 @@ from torch import Tensor
 
 from qbheat_det.config import dump_config
 from qbheat_det.config.loading import TIMM_PREFIX
-from qbheat_det.core.errors import UserError, refuse_unreadable
+from qbheat_det.core.errors import UserError, describe_download_error, refuse_unreadable
 from qbheat_det.core.files import parse_record, write_atomically
-from qbheat_det.core.text import one_line
 from qbheat_det.core.yaml_text import load_yaml
 
 from .detectron2_files import read_detectron2_file
@@ -238,8 +237,8 @@ def local_weights(path: str) -> str:
         raise
     except Exception as error:  # path handlers raise errors of many types
         raise UserError(
-            f"'{path}' cannot be fetched: {one_line(error)}; without a network, copy the file to "
-            "this machine and name its path"
+            f"'{path}' cannot be fetched: {describe_download_error(error)}; without a network, "
+            "copy the file to this machine and name its path"
         ) from error
 
 

@@ -7,6 +7,7 @@ import functools
 import os
 import select
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,6 +18,13 @@ from .text import escape_controls, one_line
 
 P = ParamSpec("P")
 R = TypeVar("R")
+# Errors of connections in httpx, requests and urllib, which have no common base.
+_NETWORK_ERRORS = frozenset(
+    {
+        *("ConnectError", "ConnectTimeout", "ReadTimeout", "ProxyError", "ConnectionError"),
+        *("SSLError", "URLError"),
+    }
+)
 _EXIT_OF_LOST_READER = 128 + 13  # SIGPIPE, which Windows does not have
 
 
@@ -26,6 +34,24 @@ class UserError(Exception):
     The message is one sentence that names the file or key, and explains what to do. All other
     exceptions are bugs of this package, and are shown with their traceback.
     """
+
+
+def describe_download_error(error: BaseException) -> str:
+    """Returns why a download failed, in one line. First of all says if there is no network.
+
+    Libraries explain at length what they could not find, and hide an error of the connection, which
+    has caused it, behind the error that they raise.
+    """
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    for cause in causes:
+        is_network = isinstance(cause, ConnectionError | TimeoutError | socket.gaierror)
+        if is_network or type(cause).__name__ in _NETWORK_ERRORS:
+            return f"the network cannot be reached ({one_line(causes[-1])})"
+    return one_line(error)
 
 
 @contextlib.contextmanager

@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 # Suffix of a file that is being written. It is also hidden, so that it is never read by mistake.
 _PARTIAL_SUFFIX = ".incomplete"
+_MARK = ".replaceable"  # hidden file in folders that ``replace_folders`` has created
+RUN_FILE = "run.json"
+"""File in the folder of a run that has the record of all starts."""
+_FILES_OF_RUN = (RUN_FILE, "config.yaml")
 _NO_RIGHTS = "you may not write there; change the folder's rights, or choose another one"
 _NO_FOLDER = "a file exists where a folder is needed; choose another folder"
 _ADVICE = {
@@ -120,14 +124,19 @@ def replace_folders(*paths: str | os.PathLike[str]) -> None:
     any folder is deleted, if a folder has files but not this mark. Also raises a ``UserError`` if a
     folder cannot be written.
     """
-    mark = ".replaceable"
     for folder in map(Path, paths):
         has_files = folder.is_dir() and any(folder.iterdir())
-        if has_files and not (folder / mark).exists():
+        if has_files and not (folder / _MARK).exists():
             raise UserError(f"'{folder}' has files that would be replaced: choose another --output")
     for folder in map(Path, paths):
         shutil.rmtree(folder, ignore_errors=True)
-        write_atomically(folder / mark, b"")
+        write_atomically(folder / _MARK, b"")
+
+
+def is_output_folder(folder: str | os.PathLike[str]) -> bool:
+    """Returns whether a folder is that of a run, or was created by ``replace_folders``."""
+    path = Path(folder)
+    return (path / _MARK).exists() or all((path / name).is_file() for name in _FILES_OF_RUN)
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ from .trainer import Trainer
 
 _SUFFIX = "_dry_run"
 _NUM_TEST_IMAGES = 6  # of each test set
-_ADVICE = "Shorter: --minutes N, --epochs N, or --freeze. Larger images take more memory and time."
+_LARGER_IMAGES = "Larger images take more memory and time."
 _TOO_SMALL = {
     "Disk": "The disk is too small: lower SOLVER.CHECKPOINTS_KEPT or free some space.",
     "Cache": "The disk of the cache is too small: lower INPUT.FIXED_VIEWS.COUNT, or set "
@@ -133,7 +133,22 @@ def format_forecast(reports: Sequence[DryRunReport], titles: Sequence[str]) -> s
             lines.append(f"  {name:<36}{format_duration(each):>14} x {times:<8,}{together:>14}")
         if len(reports) > 1:
             lines.append(f"  {'Together':<61}{format_duration(report.total_seconds):>14}")
-    return "\n".join([*lines, "", _ADVICE])
+    return "\n".join([*lines, "", f"{_advise(reports)} {_LARGER_IMAGES}"])
+
+
+def _advise(reports: Sequence[DryRunReport]) -> str:
+    """Returns how to make a run shorter."""
+    if len(reports) == 1:
+        return "Shorter: --minutes N, --epochs N, or --freeze."
+    *earlier, last = (report.total_seconds for report in reports)
+    if sum(earlier) < last:
+        return (
+            "Shorter: --minutes N, --epochs N (of the second stage), or --freeze (only the first)."
+        )
+    return (
+        "Shorter: --minutes N, or --freeze (only the first stage). --epochs N would shorten the "
+        "second stage alone."
+    )
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,13 +22,14 @@ from detectron2.engine import HookBase
 from detectron2.utils import comm
 
 from qbheat_det.config import dump_config
-from qbheat_det.config.loading import read_values
+from qbheat_det.config.loading import EPOCH_KEYS, read_values
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import RUN_FILE
 from qbheat_det.core.termination import Interrupted
 from qbheat_det.data import TrainStream
 
 from .hooks import EvalHook, is_saved
-from .run_record import RUN_FILE, find_launch, read_run_record
+from .run_record import find_launch, read_run_record
 
 logger = logging.getLogger(__name__)
 WAITING_SECONDS = 5.0  # that a step waits for its batch after a signal to stop
@@ -58,6 +59,8 @@ _CHANGEABLE = (
 )
 # Keys of the length of a run, which may change with a warning.
 _LENGTH = ("SOLVER.EPOCHS", "SOLVER.MAX_ITER", "SOLVER.MIN_ITER")
+# Keys from which the keys in iterations are computed, besides their own key in epochs.
+_BASIS = ("SOLVER.EPOCHS", "SOLVER.MIN_ITER", "SOLVER.IMS_PER_BATCH")
 
 
 def check_same_config(saved: str, cfg: CfgNode) -> dict[str, object]:
@@ -85,11 +88,12 @@ def check_same_config(saved: str, cfg: CfgNode) -> dict[str, object]:
             changes[key] = f"{key} {before[key]} -> {now[key]}"
     allowed_patterns = (*_CHANGEABLE, *_LENGTH)
     refused = []
-    for key, change in changes.items():
+    for key in changes:
         if not any(fnmatch.fnmatch(key, pattern) for pattern in allowed_patterns):
-            refused.append(change)
+            refused.append(key)
     if refused:
-        text = f"--resume continues a run unchanged, but the config differs: {'; '.join(refused)}"
+        described = "; ".join(_describe_refused(refused, changes, now))
+        text = f"--resume continues a run unchanged, but the config differs: {described}"
         if cfg.DATASETS.UNLABELLED and "SOLVER." in text:
             text += ". Other --unlabelled images change the number of iterations"
         raise UserError(text)
@@ -97,6 +101,34 @@ def check_same_config(saved: str, cfg: CfgNode) -> dict[str, object]:
         level = logging.WARNING if key in _LENGTH else logging.INFO
         logger.log(level, f"Changed since the checkpoint: {change}")
     return before
+
+
+def _describe_refused(
+    refused: Sequence[str], changes: Mapping[str, str], values: Mapping[str, object]
+) -> list[str]:
+    """Returns texts about keys that must not change, first about those that others follow from.
+
+    Args:
+        refused: the keys.
+        changes: maps each key that differs to a text about it.
+        values: the values of the resumed run.
+    """
+    derived = []  # keys in iterations that are computed from keys in epochs
+    causes = []
+    for epochs, iterations in EPOCH_KEYS.items():
+        basis = [key for key in (epochs, *_BASIS) if key in changes]
+        is_computed = epochs in changes or values.get(epochs)
+        if iterations in refused and is_computed and basis:
+            derived.append(iterations)
+            causes += basis
+    texts = []
+    if derived:
+        reasons = " and ".join(changes[key] for key in dict.fromkeys(causes))
+        results = " and ".join(changes[key] for key in derived)
+        texts.append(
+            f"{reasons}, from which {results} {'follows' if len(derived) == 1 else 'follow'}"
+        )
+    return texts + [changes[key] for key in refused if key not in derived and key not in causes]
 
 
 def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:

@@ -52,6 +52,7 @@ class Stage:
         allow_partial: whether ``MODEL.WEIGHTS`` may lack tensors of the model or have extra ones.
         title: first lines of the log, such as "First stage of two".
         limit: the time of the stage; None unless ``fit_minutes`` has planned it.
+        is_temporary: whether ``OUTPUT_DIR`` is a temporary folder.
     """
 
     cfg: CfgNode
@@ -60,6 +61,7 @@ class Stage:
     allow_partial: bool = False
     title: str = ""
     limit: TimeLimit | None = None
+    is_temporary: bool = False
 
     @property
     def folder(self) -> Path:

@@ -209,11 +209,11 @@ class RunData:
         for data_set in self.given:
             data_set.register()
 
-    def write_files(self, folder: Path) -> None:
+    def write_files(self, folder: Path, *, is_temporary: bool = False) -> None:
         """Writes what was decided about the data into the folder of a run.
 
         These are ``split.json`` if some of the training images are held out, ``seen_images.json``,
-        and ``left_out.txt`` if anything is left out.
+        and ``left_out.txt`` if anything is left out. No message names a file in a temporary folder.
         """
         text = join_accounts(self.accounts.values()).render()
         if text:
@@ -222,12 +222,19 @@ class RunData:
             path = folder / SPLIT_FILE
             write_atomically(path, (json.dumps(self.split, indent=1) + "\n").encode())
             num_held_out = self.split.get("num_held_out", len(self.split["val"]))
-            logger.info(f"{num_held_out:,} images are held out for evaluation, see '{path}'")
+            if not is_temporary:
+                logger.info(f"{num_held_out:,} images are held out for evaluation, see '{path}'")
         if self.seen is not None:
             self.seen.write(folder)
 
-    def log(self, folder: Path) -> None:
-        """Logs formats and sizes of the data sets that flags give, and what is left out."""
+    def log(self, folder: Path, *, is_temporary: bool = False) -> None:
+        """Logs formats and sizes of the data sets that flags give, and what is left out.
+
+        Args:
+            folder: folder of the run, which has the list of what is left out.
+            is_temporary: whether the folder will be removed. Then the message tells how to keep the
+                list.
+        """
         if not self.given:
             return
         titles = " and ".join(dict.fromkeys(data_set.source.title for data_set in self.given))
@@ -243,6 +250,8 @@ class RunData:
             listing = ""
             if account.left_out:
                 listing = f" (see '{folder / LEFT_OUT_FILE}')"
+                if is_temporary:
+                    listing = f" (--output FOLDER keeps the list, {LEFT_OUT_FILE})"
             logger.log(level, f"{title}: {account.summarize()}{listing}")
             for note in account.notes:
                 logger.info(f"Note: {note}")

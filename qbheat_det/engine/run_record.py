@@ -18,9 +18,8 @@ from detectron2.utils import comm
 from qbheat_det.config import load_config
 from qbheat_det.core.environment import find_commit, list_versions
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import file_lock, try_file_lock, write_atomically
+from qbheat_det.core.files import RUN_FILE, file_lock, try_file_lock, write_atomically
 
-RUN_FILE = "run.json"
 LOCK_FILE = ".run.lock"
 """File in ``OUTPUT_DIR`` that exists while a run trains there."""
 BEST_RESULTS_FOLDER = "inference_best"

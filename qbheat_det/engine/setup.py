@@ -39,10 +39,10 @@ def setup(stage: Stage, *, eval_only: bool = False) -> None:
     if stage.title:
         logger.info(stage.title)
     if rank == 0:
-        stage.data.write_files(folder)
+        stage.data.write_files(folder, is_temporary=stage.is_temporary)
     if not eval_only:
         logger.info(f"Output goes to '{folder}', with all messages in log.txt")
-    stage.data.log(folder)
+    stage.data.log(folder, is_temporary=stage.is_temporary)
     logger.debug(f"Process {rank} of {comm.get_world_size()}")
     logger.debug(f"Environment:\n{collect_env_info()}")
     logger.debug(f"Config:\n{dump_config(cfg)}")

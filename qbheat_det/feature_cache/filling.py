@@ -94,6 +94,8 @@ def fill(
             store.write(file, stored)
             if file == files[0]:  # after the first file, the size of the others can be estimated
                 store.check_space()
+        if new_indices:
+            next(loaded, None)  # the progress bar counts a view when the next one is requested
         comm.synchronize()
     return store
 

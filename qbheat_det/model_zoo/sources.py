@@ -43,7 +43,7 @@ from qbheat_det.checkpoint import (
 from qbheat_det.checkpoint.convert import convert_weights
 from qbheat_det.checkpoint.matching import BELOW_FPN
 from qbheat_det.config import Pixels, load_config, refuse_bad_values
-from qbheat_det.core.errors import UserError
+from qbheat_det.core.errors import UserError, describe_download_error
 from qbheat_det.core.files import (
     check_writable,
     file_lock,
@@ -51,7 +51,7 @@ from qbheat_det.core.files import (
     hash_tensors,
     write_atomically,
 )
-from qbheat_det.core.text import format_bytes, one_line
+from qbheat_det.core.text import format_bytes
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 
 from .index import PREFIX, Distribution, ZooEntry, find_entry, get_address, get_config_file
@@ -369,7 +369,8 @@ def _download(address: str) -> str:
         return str(hf_hub_download(name, _HUB_FILE, revision=revision or None))
     except Exception as error:  # errors of network, token and repository have no common base
         raise UserError(
-            f"'{address}' has no {_HUB_FILE} that can be downloaded: {one_line(error)}"
+            f"'{_HUB_FILE}' of '{address}' cannot be downloaded: {describe_download_error(error)}; "
+            "without a network, copy the file to this machine and name its path"
         ) from error
 
 

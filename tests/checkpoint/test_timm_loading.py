@@ -3,7 +3,9 @@
 
 import functools
 import logging
+import socket
 
+import huggingface_hub
 import pytest
 import timm
 import torch
@@ -66,6 +68,37 @@ def test_without_a_network_one_sentence_says_where_the_file_belongs_or_what_is_u
     ):
         with pytest.raises(UserError, match=named):
             SafeCheckpointer(model).load(f"timm://{name}")
+
+
+def _fail_without_a_network(*args, **kwargs):
+    """Raises what the hub's client does, whose message does not begin with the cause."""
+    try:
+        raise socket.gaierror(-2, "Name or service not known")
+    except socket.gaierror:
+        raise OSError("An error happened while trying to locate the file. " * 9)  # noqa: B904
+
+
+@pytest.mark.parametrize(
+    ("address", "module", "function"),
+    [
+        ("timm://resnet18.a1_in1k", timm, "create_model"),
+        ("hf://me/shapes_without_a_network", huggingface_hub, "hf_hub_download"),
+    ],
+)
+def test_the_network_is_named_first_and_what_to_do_is_not_cut(
+    address, module, function, monkeypatch, tmp_path
+):
+    model = _Detector()
+    monkeypatch.setattr(module, function, _fail_without_a_network)
+    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path))
+    with pytest.raises(UserError) as caught:
+        SafeCheckpointer(model).load(address)
+    cause, rest = str(caught.value).split("the network cannot be reached", 1)
+    assert len(cause) < 90
+    assert rest.startswith(" ([Errno -2] Name or service not known)")
+    assert "error happened" not in rest
+    assert "copy" in rest
+    assert "of another machine" not in rest  # this machine's folder is not there
 
 
 DETECTOR = "retinanet/285M_bccd"

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import runpy
+import shutil
 import urllib.parse
 import zipfile
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import replace_folders
 from qbheat_det.data import (
     Source,
     open_source,
@@ -357,6 +359,105 @@ def test_a_data_yaml_names_lists_polygons_keypoints_and_a_part_to_evaluate_on(tm
     write(tmp_path / "train/labels/b.txt", "1 .25 .25 .75 .25 .75 .75\n")
     assert read_annotations(source.val).annotations[0]["bbox"] == [10, 5, 20, 10]
     assert not (tmp_path / "run").exists()
+
+
+def _list_left_out(path):
+    """Returns the locations of what is left out of a data set, without quotation marks."""
+    return {one.where.strip("'") for one in open_source(str(path)).account.left_out}
+
+
+def _write_yolo_beside_other_files(root, folder, path):
+    """Writes a data.yaml with the field "path" beside files that are not of its data set."""
+    head = f"path: {path}\ntrain: train/images\nnames: [cat, dog]\n"
+    write_yolo(folder).unlink()
+    write_image(folder / "unused" / "e.jpg")
+    write_image(root / "docs" / "a.jpg")
+    write(root / "docs" / "figure.svg", "<svg/>")
+    write(root / "docs" / "z.txt", "0 .5 .5 .5 .5\n")
+    return write(root / "data.yaml", head)
+
+
+@pytest.mark.parametrize("place", ["project/mydata", "datasets/pets"])
+@pytest.mark.parametrize("is_absolute", [False, True])
+def test_only_the_folder_that_a_data_yaml_names_is_searched(tmp_path, place, is_absolute):
+    root = tmp_path / "project"
+    path = tmp_path / place if is_absolute else os.path.relpath(tmp_path / place, root)
+    file = _write_yolo_beside_other_files(root, tmp_path / place, path)
+    source = open_source(str(file))
+    assert list_boxes(read_annotations(source.train)) == BOXES
+    left_out = _list_left_out(file)
+    if place == "project/mydata":
+        assert left_out == {str(tmp_path / place / "unused" / "e.jpg")}
+    else:  # beside it may be other data sets
+        assert left_out == set()
+    again = Source.from_json(json.loads(json.dumps(source.train.to_json())), "run.json")
+    assert list_boxes(read_annotations(again)) == BOXES
+
+
+@pytest.mark.parametrize("path", ["", ".", "..", "/nowhere"])
+def test_a_data_yaml_without_a_folder_of_its_own_searches_its_folder(tmp_path, path):
+    root = tmp_path / "project"
+    file = _write_yolo_beside_other_files(root, root, path)
+    if path == "..":
+        write(file, file.read_text().replace("train/images", "project/train/images"))
+    assert list_boxes(read(file)) == BOXES
+    assert str(root / "docs" / "figure.svg") in _list_left_out(file)
+
+
+def test_labels_and_listed_images_outside_of_the_named_folder_are_found(tmp_path):
+    """The field "path" may name the images alone, and a list may name images of another folder."""
+    head = "path: train/images\ntrain: .\nnames: [cat, dog]\n"
+    file = write_yolo(tmp_path / "labels beside images", head=head)
+    assert list_boxes(read(file)) == BOXES
+
+    root = tmp_path / "labels elsewhere"
+    file = write_yolo(root, head="path: pictures\ntrain: all\nnames: [cat, dog]\n")
+    for folder, name in (("images", "pictures"), ("labels", "boxes")):
+        (root / name).mkdir()
+        (root / "train" / folder).rename(root / name / "all")
+    assert list_boxes(read(file)) == BOXES
+
+    root = tmp_path / "listed elsewhere"
+    file = write_yolo(root, head="path: lists\ntrain: all.txt\nnames: [cat, dog]\n")
+    write(root / "lists" / "all.txt", "".join(f"../train/images/{stem}.jpg\n" for stem in BOXES))
+    assert list_boxes(read(file)) == BOXES
+
+    root = tmp_path / "one listed elsewhere, with a copy"
+    file = write_yolo(root, head="path: set\ntrain: all.txt\nnames: [cat, dog]\n")
+    shutil.copytree(root / "train", root / "set/train")
+    write(root / "set/all.txt", "train/images/a.jpg\n../train/images/b.jpg\ntrain/images/c.jpg\n")
+    names = [image["file_name"] for image in read(file).images]
+    assert names == ["set/train/images/a.jpg", "train/images/b.jpg", "set/train/images/c.jpg"]
+
+
+@pytest.mark.parametrize("make", [write_yolo, write_voc])
+def test_a_folder_of_output_is_counted_as_one(tmp_path, make):
+    path = make(tmp_path)
+    run = tmp_path / "output" / "mine"
+    for name in ("run.json", "config.yaml", "first_stage/log.txt"):
+        write(run / name, "[]")
+    write_image(run / "figures" / "a picture.jpg")
+    replace_folders(tmp_path / "drawn")
+    write_image(tmp_path / "drawn" / "drawing.jpg")
+    write_image(tmp_path / "others" / "e.jpg")
+    left_out = open_source(str(path)).account.left_out
+    (of_run,) = [one for one in left_out if one.where == f"'{run}'"]
+    assert "(4)" in of_run.message
+    assert of_run.item == "other file"
+    assert not of_run.is_fault
+    where = {one.where.strip("'") for one in left_out}
+    assert {str(tmp_path / "drawn"), str(tmp_path / "others/e.jpg")} <= where
+    assert not [path for path in where if path.startswith((f"{run}/", f"{tmp_path}/drawn/"))]
+
+
+def test_a_data_set_in_the_folder_of_its_run_is_used(tmp_path):
+    file = write_yolo(tmp_path / "set", head="path: set\ntrain: train/images\nnames: [cat, dog]\n")
+    for name in ("run.json", "config.yaml"):
+        write(tmp_path / "set" / name, "[]")
+    write_image(tmp_path / "set" / "unused" / "e.jpg")
+    for path in (tmp_path / "set", file.rename(tmp_path / "data.yaml"), tmp_path):
+        assert list_boxes(read(path)) == BOXES
+        assert str(tmp_path / "set/unused/e.jpg") in _list_left_out(path)
 
 
 def test_images_without_any_label_file_and_broken_ones_are_named(tmp_path):

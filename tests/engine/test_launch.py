@@ -95,6 +95,21 @@ def test_stages_have_one_forecast_with_the_sums_first():
     assert "SOLVER.CHECKPOINTS_KEPT" in format_forecast([first, full], ["One", "Two"])
 
 
+def test_a_forecast_advises_what_shortens_the_larger_stage():
+    long = DryRunReport("A model", {"Step": (1.0, 100)}, memory={"Memory": 2**30}, disks={})
+    short = dataclasses.replace(long, costs={"Step": (1.0, 90)})
+
+    def advise(*reports):
+        return format_forecast(reports, ["A stage"] * len(reports)).splitlines()[-1]
+
+    assert advise(long).startswith("Shorter: --minutes N, --epochs N, or --freeze. ")
+    assert advise(short, long).startswith("Shorter: --minutes N, --epochs N (of the second stage)")
+    assert advise(long, short).startswith(
+        "Shorter: --minutes N, or --freeze (only the first stage)"
+    )
+    assert "--epochs N would shorten the second stage alone" in advise(long, short)
+
+
 def test_a_folder_that_cannot_be_written_to_ends_with_a_sentence(cfg, monkeypatch):
     def refuse(**_):
         raise PermissionError

@@ -22,6 +22,7 @@ from qbheat_det.engine.logs import warn_of_weights
 from qbheat_det.engine.resume import check_same_config, check_same_images
 from qbheat_det.engine.run_record import check_start, find_start
 from qbheat_det.engine.step import StepTrainer
+from qbheat_det.solver import resolve_schedule
 
 from . import tiny_training
 from .tiny_training import MF_DETR, TINY_ENCODER, losses, read_opts, state, words_of
@@ -178,6 +179,37 @@ def test_a_resumed_run_has_the_config_that_it_began_with(key, before, now, may_c
     else:
         with pytest.raises(UserError, match=f"{key} "):
             check_same_config(saved, cfg)
+
+
+def _resolve(opts, num_images):
+    """Returns the config of a run with the keys in iterations."""
+    cfg = get_cfg()
+    cfg.merge_from_list(opts.split())
+    return resolve_schedule(cfg, num_images=num_images)
+
+
+def test_a_change_of_the_length_is_named_before_the_keys_that_follow_from_it():
+    keys = "SOLVER.IMS_PER_BATCH 4 SOLVER.WARMUP_EPOCHS 1.0 SOLVER.STEP_EPOCHS (2.0,) "
+    before = _resolve(f"{keys} SOLVER.EPOCHS 3.0 SOLVER.MIN_ITER 60", 40)
+    now = _resolve(f"{keys} SOLVER.EPOCHS 18.0 SOLVER.MIN_ITER 0", 40)
+    with pytest.raises(UserError) as caught:
+        check_same_config(before.dump(), now)
+    assert str(caught.value).endswith(
+        "the config differs: SOLVER.EPOCHS 3.0 -> 18.0 and SOLVER.MIN_ITER 60 -> 0, from which "
+        "SOLVER.STEPS [40] -> [20] and SOLVER.WARMUP_ITERS 20 -> 10 follow"
+    )
+    now = _resolve(f"{keys} SOLVER.EPOCHS 18.0 SOLVER.MIN_ITER 60 SOLVER.BASE_LR 0.5", 40)
+    now.SOLVER.STEPS = before.SOLVER.STEPS
+    with pytest.raises(
+        UserError, match=r"WARMUP_ITERS 20 -> 10 follows; SOLVER.BASE_LR .* -> 0.5$"
+    ):
+        check_same_config(before.dump(), now)
+    before, now = (_resolve(f"SOLVER.WARMUP_ITERS {number}", 40) for number in (9, 25))
+    with pytest.raises(UserError, match=r"differs: SOLVER.WARMUP_ITERS 9 -> 25$"):
+        check_same_config(before.dump(), now)
+    before, now = (_resolve(keys + "SOLVER.EPOCHS 3.0", number) for number in (40, 80))
+    with pytest.raises(UserError, match=r"differs: SOLVER.STEPS .*; SOLVER.WARMUP_ITERS 10 -> 20$"):
+        check_same_config(before.dump(), now)
 
 
 def test_a_resumed_run_has_the_images_that_it_began_with():

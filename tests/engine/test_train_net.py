@@ -3,6 +3,9 @@
 
 import json
 import math
+import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,6 +109,29 @@ def test_an_evaluation_writes_only_into_a_folder_that_is_named(trained, run, tmp
     assert not list(tmp_path.iterdir())
     run(RETINANET, flags=(*weights, "--output", "results"))
     assert list(tmp_path.glob("results/inference/*/coco_instances_results.json"))
+
+
+def test_an_evaluation_names_no_file_that_is_removed_at_its_end(
+    trained, few_data, tmp_path, monkeypatch, capsys
+):
+    """Neither the list of what is left out, nor the split that the weights were trained with."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(few_data, "set")
+    shutil.copy(next(Path("set/images").iterdir()), "set/images/unused.jpg")
+    shutil.copytree(trained[0], "run")
+    data = ["--data", "set/annotations.json", "--images", "set/images"]
+    names = [image["file_name"] for image in json.loads(Path(data[1]).read_text())["images"]]
+    split = {"data": str(tmp_path / data[1]), "train": names[1:], "val": names[:1]}
+    Path("run/split.json").write_text(json.dumps(split))
+    evaluate = ["--eval-only", "--weights", "run", *data, *FAST]
+    run_tool(evaluate)
+    shown = capsys.readouterr().err
+    assert "left out: 1 image without labels (--output FOLDER keeps the list" in shown
+    assert "split.json" not in shown.replace("run/split.json", "")
+    assert tempfile.gettempdir() not in shown.replace(str(tmp_path), "")
+    run_tool([*evaluate, "--output", "results"])
+    assert "(see 'results/left_out.txt')" in capsys.readouterr().err
+    assert "unused.jpg" in Path("results/left_out.txt").read_text()
 
 
 def test_a_frozen_backbone_is_bit_equal_after_real_training(run, tmp_path):

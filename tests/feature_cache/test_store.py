@@ -101,6 +101,14 @@ def test_views_are_read_as_they_were_written(tmp_path, dtype):
         store.read(NUM_VIEWS)
 
 
+def test_the_progress_of_encoding_ends_at_all_views(tmp_path, capfd):
+    fill(make_store(tmp_path))
+    *_, last = capfd.readouterr().err.strip().split("\r")
+    assert f"100%|██████████| {NUM_VIEWS}/{NUM_VIEWS} " in last
+    fill(make_store(tmp_path))
+    assert capfd.readouterr().err == ""
+
+
 def test_a_file_that_is_written_again_is_read_again(tmp_path):
     store = make_store(tmp_path)
     fill(store)

@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -36,6 +37,26 @@ def test_help_names_every_command_and_each_has_its_tool():
     assert run.returncode == 0
     assert run.stdout.startswith("usage: qbheat train ")
     assert "--data" in run.stdout
+
+
+def test_every_help_names_its_command_and_shows_its_examples_line_by_line():
+    code = f"""
+import runpy, sys
+for name in {list(COMMANDS)}:
+    sys.argv = ["qbheat", name, "--help"]
+    try:
+        runpy.run_path({str(TOOLS / "qbheat")!r}, run_name="__main__")
+    except SystemExit:
+        print(chr(0))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    helps = run.stdout.split("\0\n")[:-1]
+    assert len(helps) == len(COMMANDS)
+    for name, text in zip(COMMANDS, helps, strict=True):
+        assert text.startswith(f"usage: qbheat {name} "), name
+        _, _, examples = text.lower().partition("examples:\n")
+        joined = [line for line in examples.splitlines() if re.search(r"\S {4,}--", line)]
+        assert not joined, name
 
 
 @pytest.mark.parametrize(

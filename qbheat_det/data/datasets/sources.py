@@ -18,7 +18,8 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import load_coco_json
 
 from qbheat_det.core.errors import UserError, refuse_unreadable
-from qbheat_det.core.files import file_lock, get_cache_dir, parse_record
+from qbheat_det.core.files import file_lock, get_cache_dir, is_output_folder, parse_record
 from qbheat_det.core.object_stores import fetch
 from qbheat_det.core.text import format_bytes
 from qbheat_det.modeling.contracts import ANNOTATED_CLASSES
@@ -38,6 +39,7 @@ from .annotations import Annotations, build_annotations
 from .file_tree import FileTree, is_below
 from .formats import FORMATS, Labels
 from .formats.base import find_foreign_labels
+from .formats.yolo import find_data_folder
 from .image_folder import (
     PathLike,
     account_for_folders,
@@ -258,8 +260,9 @@ def open_images(paths: Sequence[str]) -> DataSource:
 def _find_image_root(file: str, given: str, likely: str) -> tuple[str, "_DataSet"]:
     """Finds the folder of the images of a label file. Returns it and the data set that was read.
 
-    The candidates are ``given`` alone, or else ``likely``, the folder of the label file, and its
-    parent if the folder is named like a folder of labels. The first with an image is used.
+    The candidates are ``given`` alone, or else ``likely``, the folder that a ``data.yaml`` names,
+    the folder of the label file, and its parent if the folder is named like a folder of labels. The
+    first with an image is used. The folder that a ``data.yaml`` names must have all of the images.
 
     Args:
         file: path of the label file.
@@ -273,6 +276,9 @@ def _find_image_root(file: str, given: str, likely: str) -> tuple[str, "_DataSet
     roots = [folder]
     if holds_labels(os.path.basename(folder)):
         roots.append(os.path.dirname(folder))
+    named = find_data_folder(file)
+    if named:
+        roots.insert(0, named)
     if given:
         roots = [os.path.abspath(given)]
     elif likely:
@@ -286,6 +292,8 @@ def _find_image_root(file: str, given: str, likely: str) -> tuple[str, "_DataSet
         except UserError as error:
             errors.append(error)
             continue
+        if root == named and not given and not _is_complete(data_set, recognized):
+            continue
         if any(part.images for part in data_set.parts.values()):
             return root, data_set
     if errors:
@@ -297,6 +305,14 @@ def _find_image_root(file: str, given: str, likely: str) -> tuple[str, "_DataSet
     if data_set.account.faults:
         message += f" ({data_set.account.faults[0].message})"
     raise UserError(message)
+
+
+def _is_complete(data_set: "_DataSet", recognized: Recognized) -> bool:
+    """Returns whether all images and parts that the labels name were found, with label files."""
+    roles = choose_parts(recognized.labels.parts) if recognized.labels else {}
+    has_problem = any(part.problem for part in data_set.parts.values())
+    has_missing = any(one.item == "missing image" for one in data_set.account.left_out)
+    return len(data_set.parts) == len(roles) and not has_problem and not has_missing
 
 
 def _recognize(path: str, image_root: str) -> Recognized:
@@ -552,6 +568,8 @@ def _account_for_other_files(
 ) -> None:
     """Adds each file that is not in ``mentioned`` to the left out items of an account.
 
+    Files in a folder that this package has written are added together, as one item.
+
     Args:
         recognized: the data set.
         path: the folder or file of the data set, as it was given.
@@ -572,8 +590,20 @@ def _account_for_other_files(
             LeftOut(kind=kind, where=f"'{file}'", reason=reason, item=item, is_fault=False)
         )
 
+    num_written: Counter[str] = Counter()
+
+    def is_output(file: str, written_in: Mapping[str, str]) -> bool:
+        """Whether a file is output of this package, which is counted."""
+        folder = written_in.get(os.path.dirname(file))
+        if folder:
+            num_written[folder] += 1
+        return bool(folder)
+
+    written_in = _find_output_folders(tree, mentioned)
     for file in (*tree.all_images, *tree.other_files):
         if file in mentioned:
+            continue
+        if is_output(file, written_in):
             continue
         is_image = file in tree.image_set
         if not is_image and file not in kinds:
@@ -595,16 +625,53 @@ def _account_for_other_files(
             reason = f"its {kinds[file]} labels are not those of a used image"
             leave_out(file, "not used", reason, item)
     for file in sorted(tree.companions):
+        if is_output(file, written_in):
+            continue
         leave_out(file, "in a folder of masks or previews", "it is named like an image", "image")
     account.left_out += tree.skipped
     if tree.root != path and os.path.isdir(path):
         whole = FileTree(path)
+        written_in = _find_output_folders(whole, mentioned)
         reason = "it is outside the folder of the data set"
         for file in (*whole.all_images, *whole.other_files):
             if not tree.has(file) and file not in mentioned and file not in tree.other_files:
+                if is_output(file, written_in):
+                    continue
                 item = "image" if file in whole.image_set else "other file"
                 leave_out(file, "outside the data set", reason, item)
         account.left_out += [link for link in whole.skipped if not tree.has(link.where)]
+    for folder, count in num_written.items():
+        reason = f"its files ({count:,}) are output of this package"
+        leave_out(folder, "that is a folder of output", reason, "other file")
+
+
+def _find_output_folders(tree: FileTree, mentioned: Collection[str]) -> dict[str, str]:
+    """Maps the folders of files that this package has written to the outermost folder of output.
+
+    A folder of output has no file that is in ``mentioned``, and is below the root of the tree.
+    """
+    files = (*tree.all_images, *tree.other_files, *tree.companions)
+    folders = _list_folders_above(files, tree.root)
+    in_use = _list_folders_above(mentioned, tree.root)
+    written_in: dict[str, str] = {}
+    for folder in sorted(folders):  # outer folders first
+        above = written_in.get(os.path.dirname(folder))
+        if above:
+            written_in[folder] = above
+        elif folder not in in_use and is_output_folder(folder):
+            written_in[folder] = folder
+    return written_in
+
+
+def _list_folders_above(files: Iterable[str], root: str) -> set[str]:
+    """Returns all folders between a root and the files below it, without the root."""
+    folders: set[str] = set()
+    for file in files:
+        folder = os.path.dirname(file)
+        while folder not in folders and folder != root and is_below(folder, root):
+            folders.add(folder)
+            folder = os.path.dirname(folder)
+    return folders
 
 
 def _explain_unused(recognized: Recognized, parts: Collection[str]) -> tuple[str, str]:

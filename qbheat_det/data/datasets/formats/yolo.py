@@ -50,6 +50,7 @@ from qbheat_det.data.datasets.text_files import (
 from .base import Format, Labels, LabelSet, add_unpaired, find_foreign_labels, locate_image
 
 _MANIFEST = "yolo manifest"
+_MANIFEST_SUFFIXES = (".yaml", ".yml", ".data")
 _OBJECT = r"^\s*\d+(\.0*)?(\s+[-+0-9.eE]+|\s+nan){4,}\s*$"  # class and four numbers or more
 _MAX_MANIFEST_SIZE = 10_000_000  # bytes
 _IS_DATA_YAML = re.compile(r"^[\"']?(names|nc)[\"']?\s*:", re.MULTILINE)
@@ -76,6 +77,7 @@ class Manifest:
             images.
         has_keypoints: whether lines have the points of a pose after the box.
         notes: which paths were replaced or are missing, one sentence each.
+        folder: the existing folder that the field "path" names; "" if there is none.
     """
 
     file: str
@@ -83,6 +85,7 @@ class Manifest:
     parts: dict[str, list[str]]
     has_keypoints: bool = False
     notes: list[str] = field(default_factory=list)
+    folder: str = ""
 
     @property
     def places(self) -> list[str]:
@@ -154,6 +157,46 @@ def _read_manifests(files: Sequence[str]) -> list[Manifest]:
     return list(manifests.values())
 
 
+def find_data_folder(file: str) -> str:
+    """Returns the folder that has all images and labels of a manifest, by its field "path".
+
+    If "path" names a folder outside of the manifest's folder, other data sets may be there too.
+    Then returns the innermost folder that has all images.
+
+    Returns "" if the field is missing or names no folder, if this folder contains the manifest, or
+    if images are outside of it. Also returns "" if the file is no valid manifest.
+    """
+    if not file.lower().endswith(_MANIFEST_SUFFIXES):
+        return ""
+    try:
+        manifest = read_manifest(file)
+        if not manifest.folder:
+            return ""
+        folder = _find_root(manifest.folder)
+        if is_below(file, folder) or not all(is_below(place, folder) for place in manifest.places):
+            return ""
+        if not is_below(folder, os.path.dirname(file)):
+            folder = os.path.commonpath([_find_root(place) for place in manifest.places])
+        lists = [place for place in manifest.places if os.path.isfile(place)]
+        has_others = any(_lists_images_outside(path, folder) for path in lists)
+    except (UserError, UnreadableFileError):  # reading the data set explains it
+        return ""
+    return "" if has_others else folder
+
+
+def _lists_images_outside(file: str, folder: str) -> bool:
+    """Returns whether a list of images names an existing file outside of a folder.
+
+    Raises an ``UnreadableFileError`` if the list cannot be read.
+    """
+    parent = os.path.dirname(file)
+    for _, name in read_lines(file):
+        exact = os.path.normpath(os.path.join(parent, name))
+        if not is_below(exact, folder) and "\0" not in exact and os.path.isfile(exact):
+            return True
+    return False
+
+
 def _find_root(place: str) -> str:
     """Returns the folder to search for the images and labels of an image folder or list.
 
@@ -193,7 +236,11 @@ def read_manifest(file: str) -> Manifest:
     if not parts:
         raise UserError(f"'{file}' is not a data.yaml of YOLO: it has no 'train'")
     names = _read_names(file, content)
-    return Manifest(file, names, parts, bool(content.get("kpt_shape")), notes)
+    path = content.get("path")
+    folder = os.path.normpath(os.path.join(os.path.dirname(file), path)) if path else ""
+    if not os.path.isdir(folder):
+        folder = ""
+    return Manifest(file, names, parts, bool(content.get("kpt_shape")), notes, folder)
 
 
 def _parse_obj_data(text: str) -> dict[str, Any]:
@@ -635,7 +682,7 @@ YOLO = Format(
         LabelKind(name="yolo", suffixes=(".txt",), matches=lines_like(_OBJECT), has_one_image=True),
         LabelKind(
             name=_MANIFEST,
-            suffixes=(".yaml", ".yml", ".data"),
+            suffixes=_MANIFEST_SUFFIXES,
             matches=_is_manifest,
             names_others=True,
         ),
