@@ -26,7 +26,8 @@ TITLES = {
 }
 LABELS = {
     "old": "before",
-    "plain": "new images,\nwithout the flag",
+    "plain": "new images,\nnothing is kept",
+    "joined": "new images,\na second head",
     "kept": "new images,\n--keep-classes",
     "both": "new and old images,\n--keep-classes",
     "joint": "all images,\nall labels",
