@@ -210,7 +210,7 @@ def _keeps_first_stage(stage: Stage) -> bool:
         shutil.copytree(first / BEST_RESULTS_FOLDER, results)
     logger.warning(
         f"The second stage did not improve on the first: {metric} {best:.4g} instead of "
-        f"{best_of_first:.4g}. So {BEST_WEIGHTS} in '{folder}' has the weights of the first "
+        f"{best_of_first:.4g}. Now {BEST_WEIGHTS} in '{folder}' has the weights of the first "
         "stage, with its image size. Train for longer, or use --freeze"
     )
     return True

@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from detectron2.config import CfgNode
-from detectron2.modeling import META_ARCH_REGISTRY
+from detectron2.modeling import META_ARCH_REGISTRY, build_model
 from torch import Tensor
 
-from qbheat_det.config import dump_config, get_value, with_values
+from qbheat_det.config import dump_config, get_value, refuse_bad_values, with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_output
-from qbheat_det.modeling.contracts import SupportsKeptClasses
+from qbheat_det.modeling.contracts import SupportsKeptClasses, get_backbone, get_encoder
 
+from .checkpointer import ExactCheckpointer
 from .matching import BELOW_FPN, bare_backbone, strip_wrappers
 from .run_config import load_run_config
 from .weights_file import WeightsInfo, find_weights, read_weights, save_weights
@@ -65,6 +66,7 @@ class _Part:
         info: the metadata of its file.
         encoder: the encoder's tensors, by name without prefix.
         heads: the other tensors, by name in the detector; for a joined detector, those of each.
+        layers: what the layers of the encoder compute, by name.
     """
 
     weights: str
@@ -72,6 +74,7 @@ class _Part:
     info: WeightsInfo
     encoder: Mapping[str, Tensor]
     heads: Sequence[Mapping[str, Tensor]]
+    layers: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -114,10 +117,8 @@ def join_detectors(
     category_ids: list[int] = []
     owners: dict[str, str] = {}
     found_once: dict[str, str] = {}
-    state: dict[str, Tensor] = {
-        BELOW_FPN + name: tensor for name, tensor in parts[0].encoder.items()
-    }
     class_indices: list[list[int]] = []
+    heads: dict[str, Tensor] = {}
     num_heads = 0
     for part in parts:
         indices: list[int] = []
@@ -130,15 +131,18 @@ def join_detectors(
             indices.append(len(class_names))
             class_names.append(name)
             category_ids.append(category_id)
+        if max(indices) < 0:
+            raise UserError(
+                f"the other detectors find all classes of '{part.weights}': leave it out"
+            )
         class_indices.extend(_list_indices(part, indices))
         for head in part.heads:
             prefix = _DETECTOR.format(num_heads)
-            state |= {prefix + name: tensor for name, tensor in head.items()}
+            heads |= {prefix + name: tensor for name, tensor in head.items()}
             num_heads += 1
     if len(set(category_ids)) < len(category_ids):
         category_ids = list(range(1, len(category_ids) + 1))
 
-    values = _list_part_values(parts)
     cfg = with_values(
         parts[0].cfg,
         {
@@ -149,10 +153,18 @@ def join_detectors(
             "MODEL.KEEP_CLASSES.NUM": 0,
             "SOLVER.FIRST_STAGE": "",
             _LIMIT: sum(part.cfg.TEST.DETECTIONS_PER_IMAGE for part in parts),
-            _PARTS: values,
+            _PARTS: _list_part_values(parts),
             _CLASS_INDICES: class_indices,
         },
     )
+    model = build_model(cfg)  # also checks that the detectors fit together
+    # The encoder with the most outputs may be that of any part.
+    encoder = {name: tensor for part in parts for name, tensor in part.encoder.items()}
+    state = {
+        name: encoder[name.removeprefix(BELOW_FPN)]
+        for name in model.state_dict()
+        if name.startswith(BELOW_FPN) and name.removeprefix(BELOW_FPN) in encoder
+    }
     info = WeightsInfo(
         class_names=tuple(class_names),
         category_ids=tuple(category_ids),
@@ -162,12 +174,16 @@ def join_detectors(
         config=dump_config(cfg),
         iteration=max(part.info.iteration for part in parts),
     )
-    save_weights(str(output), state, info)
+    save_weights(str(output), {**state, **heads}, info)
     return JoinedFile(tuple(class_names), found_once)
 
 
 def _read_part(weights: str, opts: Sequence[str]) -> _Part:
-    """Reads a detector. Raises a ``UserError`` if it names no classes or has no encoder."""
+    """Reads a detector.
+
+    Raises:
+        UserError: it cannot be joined, or the weights do not fit their config.
+    """
     file = find_weights(weights)
     cfg = load_run_config(file, device="cpu", opts=opts)
     stored, info = read_weights(file)
@@ -175,48 +191,75 @@ def _read_part(weights: str, opts: Sequence[str]) -> _Part:
         raise UserError(
             f"'{weights}' names no classes; it must be a detector that this package has trained"
         )
+    names = info.class_names
+    if len(set(names)) < len(names) or len(info.category_ids) != len(names):
+        raise UserError(f"'{weights}' must have a name and an id of its own for each class")
     architecture = cfg.MODEL.META_ARCHITECTURE
-    model_class = META_ARCH_REGISTRY.get(architecture)
-    encoder_names = bare_backbone(stored)
-    if architecture != JOINED and not issubclass(model_class, SupportsKeptClasses):
+    is_known = architecture == JOINED or (
+        architecture in META_ARCH_REGISTRY
+        and issubclass(META_ARCH_REGISTRY.get(architecture), SupportsKeptClasses)
+    )
+    if not is_known:
         raise UserError(
             f"'{weights}': {architecture} cannot be joined; RetinaNet, FCOS and MF-DETR can"
         )
+    with refuse_bad_values(f"the config of '{weights}'"):
+        model = build_model(cfg)
+    ExactCheckpointer(model, class_names=names, is_quiet=True).load(file, checkpointables=[])
+    backbone = get_backbone(model)
+    assert backbone is not None  # ``SupportsKeptClasses`` have one
+    encoder_names = bare_backbone(stored)
     encoder = {short: stored[name] for name, short in encoder_names.items()}
     short_names = strip_wrappers((), stored)
     others = {
         short: stored[name] for name, short in short_names.items() if name not in encoder_names
     }
     heads = [others]
-    if cfg.MODEL.META_ARCHITECTURE == JOINED:
+    if architecture == JOINED:
         heads = []
         for index in range(len(cfg.MODEL.JOINED.PARTS)):
             prefix = _DETECTOR.format(index)
             of_head = [name for name in others if name.startswith(prefix)]
             heads.append({name.removeprefix(prefix): others[name] for name in of_head})
-    return _Part(weights, cfg, info, encoder, heads)
+    layers = {
+        name: repr(layer)
+        for name, layer in get_encoder(backbone).named_modules()
+        if not list(layer.children())
+    }
+    return _Part(weights, cfg, info, encoder, heads, layers)
 
 
 def _check_same_encoder(first: _Part, other: _Part) -> None:
-    """Checks that two detectors read the same outputs of the same encoder on the same images."""
+    """Checks that two detectors read outputs of the same encoder on the same images.
+
+    One of the encoders may lack layers of outputs that its detector does not read.
+    """
     names = f"'{first.weights}' and '{other.weights}' cannot be joined"
     for key, advice in _EQUAL_KEYS.items():
         ours = get_value(first.cfg, key)
         theirs = get_value(other.cfg, key)
         if ours != theirs:
             raise UserError(f"{names}: {key} is {ours} and {theirs}; {advice}")
-    for name in sorted({*first.encoder, *other.encoder}):
+    smaller, larger = sorted([first, other], key=lambda part: len(part.encoder))
+    for name, tensor in smaller.encoder.items():
         if name.endswith("num_batches_tracked"):
             continue
-        is_same = (
-            name in first.encoder
-            and name in other.encoder
-            and first.encoder[name].float().equal(other.encoder[name].float())
-        )
-        if not is_same:
+        counterpart = larger.encoder.get(name)
+        if counterpart is not None and tensor.float().equal(counterpart.float()):
+            continue
+        if counterpart is not None and tensor.half().equal(counterpart.half()):
             raise UserError(
-                f"{names}: '{name}' of their encoders differs. Train each head from the same "
-                "weights with --freeze, or a new head from the weights of the first detector"
+                f"{names}: one of their encoders is in half precision; use one precision"
+            )
+        raise UserError(
+            f"{names}: '{name}' of their encoders differs. Train each head from the same weights "
+            "with --freeze, or a new head from the weights of the first detector"
+        )
+    for name, layer in smaller.layers.items():
+        if larger.layers.get(name) != layer:
+            raise UserError(
+                f"{names}: their encoders have the same tensors, but compute them in other ways: "
+                f"'{name}' is {layer} and {larger.layers.get(name)}"
             )
 
 

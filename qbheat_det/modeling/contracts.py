@@ -321,6 +321,12 @@ def get_encoder(backbone: Backbone) -> Backbone:
     return getattr(body, "encoder", body)  # the network inside a CachedBackbone
 
 
+def get_num_classes(model: nn.Module) -> int | None:
+    """Returns the number of classes of a detector (``num_classes``), or None if it is unknown."""
+    number = getattr(model, "num_classes", None)
+    return number if isinstance(number, int) else None
+
+
 def get_in_features(module: nn.Module) -> list[str] | None:
     """Returns the names of the outputs that a model or pyramid reads, or None if unknown."""
     names = getattr(module, "head_in_features", None) or getattr(module, "in_features", None)

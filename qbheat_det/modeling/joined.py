@@ -21,12 +21,28 @@ from qbheat_det.core.errors import UserError
 from .cached_images import CachedImages
 from .contracts import (
     PreparesImages,
+    SupportsKeptClasses,
     get_backbone,
     get_encoder,
     get_in_features,
+    get_num_classes,
     get_pixel_statistics,
     masks_padding,
     prepare_backbone_inputs,
+)
+
+_LIMIT = "TEST.DETECTIONS_PER_IMAGE"
+# Keys that are the same for all detectors.
+_FOR_ALL = (
+    "MODEL.CACHE_FEATURES.",
+    "MODEL.CATEGORY_IDS",
+    "MODEL.CLASS_NAMES",
+    "MODEL.DEVICE",
+    "MODEL.JOINED.",
+    "MODEL.KEEP_CLASSES.",
+    "MODEL.LOAD_PROPOSALS",
+    "MODEL.PIXEL_",
+    "MODEL.WEIGHTS",
 )
 
 
@@ -81,8 +97,9 @@ class EncodedImages(Backbone):
     def forward(self, x: CachedImages, image_sizes: Tensor | None = None) -> dict[str, Tensor]:
         """Returns the outputs of a batch by name: maps (N, C, h, w) and tokens (N, M, D)."""
         return {
-            name: x.batch(name, self._shapes[name].stride, torch.contiguous_format)
-            for name in x.features[0]
+            name: x.batch(name, shape.stride, torch.contiguous_format)
+            for name, shape in self._shapes.items()
+            if name in x.features[0]  # others are read by no detector
         }
 
 
@@ -105,23 +122,30 @@ class JoinedDetectors(nn.Module):
     ) -> None:
         """
         Args:
-            detectors: complete detectors of the same encoder. That of the first is kept.
+            detectors: complete detectors of the same encoder. The first encoder with all outputs
+                that they read is kept.
             class_indices: for each detector, the class index in the joined detector of each of its
                 classes; -1 for a class that another detector finds.
             max_detections: number of detections per image that are kept, with the highest scores.
         """
         super().__init__()
-        encoder = take_encoder(detectors[0])
-        in_features: dict[str, None] = {}  # ordered
+        for detector, indices in zip(detectors, class_indices, strict=True):
+            if get_num_classes(detector) != len(indices):
+                raise UserError(
+                    f"MODEL.JOINED.CLASS_INDICES has {len(indices)} indices for a detector of "
+                    f"{get_num_classes(detector)} classes"
+                )
+        names: dict[str, None] = {}  # ordered
         for detector in detectors:
-            in_features |= dict.fromkeys(_list_inputs(detector))
+            names |= dict.fromkeys(_list_inputs(detector))
+        in_features = list(names)
+        size_divisibility = _check_padding(detectors)
+        encoders = [take_encoder(detector) for detector in detectors]
         self.backbone = SharedEncoder(
-            bottom_up=encoder,
-            in_features=list(in_features),
-            size_divisibility=_check_padding(detectors),
+            bottom_up=_find_fullest(encoders, in_features),
+            in_features=in_features,
+            size_divisibility=size_divisibility,
         )
-        for detector in detectors[1:]:
-            take_encoder(detector)
         self.detectors = nn.ModuleList(detectors)
         self.class_indices = [list(indices) for indices in class_indices]
         self.max_detections = max_detections
@@ -129,10 +153,19 @@ class JoinedDetectors(nn.Module):
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
+        check_parts(cfg)
+        limit = cfg.TEST.DETECTIONS_PER_IMAGE
+        limits = [values[_LIMIT] for values in cfg.MODEL.JOINED.PARTS]
+        detectors = []
+        for values in cfg.MODEL.JOINED.PARTS:
+            part_cfg = with_values(cfg, values)
+            if limit > sum(limits):  # the user has raised it
+                part_cfg.TEST.DETECTIONS_PER_IMAGE = limit
+            detectors.append(META_ARCH_REGISTRY.get(part_cfg.MODEL.META_ARCHITECTURE)(part_cfg))
         return {
-            "detectors": [_build_part(cfg, values) for values in cfg.MODEL.JOINED.PARTS],
+            "detectors": detectors,
             "class_indices": cfg.MODEL.JOINED.CLASS_INDICES,
-            "max_detections": cfg.TEST.DETECTIONS_PER_IMAGE,
+            "max_detections": limit,
         }
 
     @property
@@ -218,23 +251,85 @@ class JoinedDetectors(nn.Module):
         return merged[order[: self.max_detections]]
 
 
-def _build_part(cfg: CfgNode, values: Mapping[str, Any]) -> nn.Module:
-    """Builds a detector of ``MODEL.JOINED.PARTS``.
+def check_parts(cfg: CfgNode) -> None:
+    """Checks ``MODEL.JOINED``, which may come from a stranger's file.
 
     Raises:
-        UserError: a key is unknown, or the part is a joined detector itself.
+        UserError: a key or value is not one that ``qbheat join`` writes.
     """
-    for key in values:
-        try:
-            get_value(cfg, key)
-        except (KeyError, TypeError) as error:
-            raise UserError(f"MODEL.JOINED.PARTS has the unknown key '{key}'") from error
-    part_cfg = with_values(cfg, values)
-    architecture = part_cfg.MODEL.META_ARCHITECTURE
-    if architecture == JoinedDetectors.__name__:
-        raise UserError(f"MODEL.JOINED.PARTS: a part cannot be {architecture} itself")
-    detector: nn.Module = META_ARCH_REGISTRY.get(architecture)(part_cfg)
-    return detector
+    parts = cfg.MODEL.JOINED.PARTS
+    class_indices = cfg.MODEL.JOINED.CLASS_INDICES
+    if not _is_list_of(parts, dict) or not parts:
+        raise UserError("MODEL.JOINED.PARTS must be a list of the keys of each detector")
+    if not _is_list_of(class_indices, list) or len(class_indices) != len(parts):
+        raise UserError("MODEL.JOINED.CLASS_INDICES must have a list for each detector")
+    for values, indices in zip(parts, class_indices, strict=True):
+        for key, value in values.items():
+            _check_value(cfg, key, value)
+        _check_part(values, indices)
+    used = [index for indices in class_indices for index in indices if index >= 0]
+    if sorted(used) != list(range(len(cfg.MODEL.CLASS_NAMES))):
+        raise UserError(
+            "MODEL.JOINED.CLASS_INDICES must have the index of each of the "
+            f"{len(cfg.MODEL.CLASS_NAMES)} classes once"
+        )
+
+
+def _check_value(cfg: CfgNode, key: object, value: object) -> None:
+    """Checks a key of a part, and the type of its value. Raises a ``UserError``."""
+    is_allowed = key == _LIMIT or (
+        isinstance(key, str)
+        and key.startswith("MODEL.")
+        and not key.startswith(_FOR_ALL)
+        and not key.endswith("_TEST")
+    )
+    try:
+        present = get_value(cfg, str(key))
+    except (KeyError, TypeError):
+        is_allowed = False
+    if not is_allowed or isinstance(present, CfgNode):
+        raise UserError(f"MODEL.JOINED.PARTS has the key {key!r}, which is none of a detector")
+    is_sequence = isinstance(present, list | tuple) and isinstance(value, list | tuple)
+    if present is not None and type(value) is not type(present) and not is_sequence:
+        raise UserError(
+            f"MODEL.JOINED.PARTS: {key} is {value!r}, expected a value like {present!r}"
+        )
+
+
+def _check_part(values: Mapping[str, Any], indices: Sequence[object]) -> None:
+    """Checks the architecture and the number of classes of a part. Raises a ``UserError``."""
+    architecture = values.get("MODEL.META_ARCHITECTURE")
+    is_known = isinstance(architecture, str) and architecture in META_ARCH_REGISTRY
+    if not is_known or not issubclass(META_ARCH_REGISTRY.get(architecture), SupportsKeptClasses):
+        raise UserError(
+            f"MODEL.JOINED.PARTS: {architecture!r} cannot be joined; RetinaNet, FCOS, MF-DETR can"
+        )
+    if values.get(_LIMIT, 0) < 1:
+        raise UserError(f"MODEL.JOINED.PARTS: {_LIMIT} must be at least 1 in each part")
+    if any(type(index) is not int for index in indices):
+        raise UserError("MODEL.JOINED.CLASS_INDICES must have integers")
+    for key, value in values.items():
+        if key.endswith(".NUM_CLASSES") and value < 1:
+            raise UserError(f"MODEL.JOINED.PARTS: {key} is {value}, expected at least 1")
+
+
+def _is_list_of(value: object, kind: type) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(item, kind) for item in value)
+
+
+def _find_fullest(encoders: Sequence[Backbone], names: Sequence[str]) -> Backbone:
+    """Returns the first encoder that has all outputs ``names``.
+
+    Raises:
+        UserError: none has.
+    """
+    for encoder in encoders:
+        if set(names) <= set(encoder.output_shape()):
+            return encoder
+    raise UserError(
+        f"no encoder of the detectors has all outputs that they read, {', '.join(names)}: build "
+        "one of them with all of these outputs"
+    )
 
 
 def take_encoder(detector: nn.Module) -> Backbone:

@@ -1,22 +1,25 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Detectors joined on their encoder find what each of them finds alone; what cannot be joined."""
 
+import dataclasses
 import itertools
 import re
 
 import numpy as np
 import pytest
 import torch
+from detectron2.modeling import BACKBONE_REGISTRY
 
 import qbheat_det
-from qbheat_det.checkpoint import info_of, load_run_config
+from qbheat_det.checkpoint import info_of, load_run_config, read_weights, save_weights
+from qbheat_det.config import dump_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import assemble_run
 from qbheat_det.engine.run_flags import RunFlags
 from qbheat_det.export.agreement import build_reference
 from qbheat_det.export.graph import build_exportable
 from qbheat_det.inference.predict import build_predictor
-from tests.export.tiny_models import make_config, save, save_model
+from tests.export.tiny_models import TwoMaps, make_config, save, save_model
 from tests.tool_modules import load_tool, refuse
 from tests.toy_set import draw_toy_set
 
@@ -111,6 +114,9 @@ def test_a_limit_of_detections_keeps_the_best_of_all(images, tmp_path):
     found = build_predictor(cfg).model([{"image": images[0]}])[0]["instances"]
     scores = [score for _, _, score, _ in find(joined, images[:1])]
     assert found.scores.tolist() == sorted(scores, reverse=True)[:7]
+    # A higher limit is that of each detector too.
+    cfg = load_run_config(joined, device="cpu", opts=["TEST.DETECTIONS_PER_IMAGE", "500"])
+    assert len(build_predictor(cfg).model([{"image": images[0]}])[0]["instances"]) > len(scores)
 
 
 def test_the_exported_graph_has_the_joined_detections(tmp_path):
@@ -132,9 +138,19 @@ def test_the_exported_graph_has_the_joined_detections(tmp_path):
         assert labels[index, :number].tolist() == expected["labels"][0, :number].tolist()
 
 
+@BACKBONE_REGISTRY.register()
+class OtherPadding(TwoMaps):
+    """Has the tensors of ``TwoMaps``, and pads in another way."""
+
+    def __init__(self, cfg, input_shape):
+        super().__init__(cfg, input_shape)
+        self.coarse.padding_mode = "reflect"
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "named"),
     [
+        ("two_classes", {"MODEL__FPN__BOTTOM_UP": "OtherPadding"}, "'coarse' is Conv2d"),
         ("two_classes", {"backbone_seed": 5}, r"coarse\.weight.*--freeze"),
         ("two_classes", {"INPUT__MIN_SIZE_TEST": 80}, "INPUT.MIN_SIZE_TEST is 64 and 80"),
         ("two_classes", {"INPUT__FORMAT": "BGR"}, "INPUT.FORMAT is RGB and BGR"),
@@ -151,6 +167,82 @@ def test_detectors_that_cannot_be_joined_are_refused(kind, changes, named, tmp_p
     message = refuse(join, words, capsys)
     assert re.search(named, message), message
     assert not (tmp_path / "x.safetensors").exists()
+
+
+def test_files_that_cannot_be_parts_are_refused(tmp_path, capsys):
+    first = save(tmp_path / "1", "two_maps")
+    output = str(tmp_path / "x.safetensors")
+
+    def message(other):
+        words = ["--weights", first, "--weights", str(other), "--output", output]
+        return refuse(join, words, capsys)
+
+    assert "find all classes" in message(first)
+    second = save(tmp_path / "2", "two_classes")
+    state, info = read_weights(second)
+    changed = tmp_path / "changed.safetensors"
+    name = "backbone.bottom_up.coarse.weight"
+    for new_state, changes, named in (
+        ({**state, name: state[name].half()}, {}, "half precision"),
+        ({**state, name: state[name] * torch.nan}, {}, f"'{changed}'.*NaN"),
+        ({**state, "more": torch.ones(1)}, {}, f"'{changed}'.*more"),
+        (state, {"class_names": ("cat", "cat")}, "a name and an id of its own"),
+        (state, {"category_ids": (1,)}, "a name and an id of its own"),
+    ):
+        save_weights(str(changed), new_state, dataclasses.replace(info, **changes))
+        found = message(changed)
+        assert re.search(named, found), found
+    # They pad images to other multiples.
+    pair = [save(tmp_path / "3", "retinanet"), save(tmp_path / "4", "mf_detr")]
+    words = [word for weights in pair for word in ("--weights", weights)]
+    assert "multiples" in refuse(join, [*words, "--output", output], capsys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"PARTS": []}, "PARTS"),
+        ({"PARTS": [1, 2]}, "PARTS"),
+        ({"CLASS_INDICES": [[0, 1, 2]]}, "CLASS_INDICES"),
+        ({"CLASS_INDICES": [[0, 1, 2], [3, 9]]}, "CLASS_INDICES"),
+        ({"CLASS_INDICES": [[0, 0, 0], [0, 0]]}, "CLASS_INDICES"),
+        ({"CLASS_INDICES": [[0, 1, 2, 3], [4]]}, "CLASS_INDICES"),
+        ({"CLASS_INDICES": [[0, 1, 2], [3, "4"]]}, "integers"),
+        ({"FOO": 1}, "FOO"),
+        ({"MODEL.PIXEL_MEAN": [0, 0, 0]}, "PIXEL_MEAN"),
+        ({"MODEL.RETINANET": 3}, "MODEL.RETINANET"),
+        ({"MODEL.LOAD_PROPOSALS": True}, "LOAD_PROPOSALS"),
+        ({"MODEL.RETINANET.SCORE_THRESH_TEST": 0.99}, "SCORE_THRESH_TEST"),
+        ({"MODEL.RETINANET.NUM_CLASSES": "3"}, "NUM_CLASSES"),
+        ({"MODEL.RETINANET.NUM_CLASSES": -1}, "NUM_CLASSES"),
+        ({"TEST.DETECTIONS_PER_IMAGE": 0}, "DETECTIONS_PER_IMAGE"),
+        ({"MODEL.META_ARCHITECTURE": "Nope"}, "Nope"),
+        ({"MODEL.META_ARCHITECTURE": "JoinedDetectors"}, "JoinedDetectors"),
+        ({"MODEL.META_ARCHITECTURE": "RetinaNet"}, "RetinaNet"),
+    ],
+)
+def test_a_stranger_s_config_is_checked(changes, named, joined_pair, tmp_path):
+    state, info = read_weights(joined_pair)
+    cfg = load_run_config(joined_pair, device="cpu")
+    node = cfg.MODEL.JOINED
+    if set(changes) <= set(node):
+        node.update(changes)
+    else:
+        node.PARTS = [{**node.PARTS[0], **changes}, *node.PARTS[1:]]
+    path = str(tmp_path / "crafted.safetensors")
+    save_weights(path, state, dataclasses.replace(info, config=dump_config(cfg)))
+    with pytest.raises(UserError, match=named):
+        qbheat_det.load(path)
+
+
+@pytest.fixture(scope="module")
+def joined_pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    parts = [
+        save_named(folder / "1", "two_maps", ["a", "b", "c"], head_seed=1),
+        save_named(folder / "2", "two_classes", ["d", "e"], head_seed=2),
+    ]
+    return join_files(folder, *parts)
 
 
 def test_one_detector_another_suffix_and_an_existing_file_are_refused(tmp_path, capsys):

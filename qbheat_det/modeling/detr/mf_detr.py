@@ -121,6 +121,11 @@ class MFDETR(nn.Module):
         }
 
     @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return self.criterion.num_classes
+
+    @property
     def device(self) -> torch.device:
         return self.pixel_mean.device
 
