@@ -98,13 +98,14 @@ def list_files(side: int) -> dict[str, Callable[[Path], None]]:
     """Returns functions that write a file for images of ``side`` x ``side``, by its name.
 
     Names of ours begin with "ours". Our default recipe also has a file for its own size of test
-    images, which is three quarters of ``side``.
+    images, which is three quarters of ``side``, and for smaller ones.
     """
     own_side = side * 3 // 4
     small = "custom/retinanet_285M_finetune.yaml"
     return {
         "ours": partial(write_ours, _LITE0, side, ()),
         "ours_480": partial(write_ours, _LITE0, own_side, ()),
+        "ours_384": partial(write_ours, _LITE0, side * 3 // 5, ()),
         "ours_separable": partial(write_ours, _LITE0, side, _SEPARABLE),
         "ours_short": partial(write_ours, _LITE0, side, _SHORT),
         "ours_separable_480": partial(write_ours, _LITE0, own_side, _SEPARABLE),

@@ -6,7 +6,8 @@ Nothing is trained. In the new file, the encoder runs once per image, and each d
 own head. So it finds exactly what the detectors find alone, and classes that you add later take
 nothing from earlier ones. See docs/growing.md.
 
-The detectors must have the same encoder: train each head from the same weights with --freeze.
+The detectors must have the same encoder and the same size of test images: train the new head from
+the weights of the old one with --freeze.
 
 examples:
   # a second head, for new classes, on the frozen encoder of a detector

@@ -13,7 +13,7 @@ from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.modeling import META_ARCH_REGISTRY, build_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from qbheat_det.config import dump_config, get_value, refuse_bad_values, with_values
 from qbheat_det.core.errors import UserError
@@ -46,12 +46,13 @@ _NOT_COMPARED = (
 # Keys that must be equal, and how to make them so.
 _RETRAIN = "train all heads on one encoder, with the same pixel statistics and channel order"
 _NAME = "name the key and its value at the end of the command"
+_RESIZE = "train the new detector with --freeze and the --weights of the old one"
 _EQUAL_KEYS = {
     "INPUT.FORMAT": _RETRAIN,
     "MODEL.PIXEL_MEAN": _RETRAIN,
     "MODEL.PIXEL_STD": _RETRAIN,
-    "INPUT.MIN_SIZE_TEST": _NAME,
-    "INPUT.MAX_SIZE_TEST": _NAME,
+    "INPUT.MIN_SIZE_TEST": _RESIZE,
+    "INPUT.MAX_SIZE_TEST": _RESIZE,
     "INPUT.TILE": _NAME,
 }
 
@@ -221,12 +222,22 @@ def _read_part(weights: str, opts: Sequence[str]) -> _Part:
             prefix = _DETECTOR.format(index)
             of_head = [name for name in others if name.startswith(prefix)]
             heads.append({name.removeprefix(prefix): others[name] for name in of_head})
-    layers = {
-        name: repr(layer)
-        for name, layer in get_encoder(backbone).named_modules()
-        if not list(layer.children())
-    }
-    return _Part(weights, cfg, info, encoder, heads, layers)
+    return _Part(weights, cfg, info, encoder, heads, _describe_layers(get_encoder(backbone)))
+
+
+def _describe_layers(encoder: nn.Module) -> dict[str, str]:
+    """Returns what each layer of an encoder computes in inference, by name.
+
+    Frozen and other BatchNorms compute the same.
+    """
+    layers = {}
+    for name, layer in encoder.named_modules():
+        eps = getattr(layer, "eps", None)
+        if eps is not None:
+            layers[name] = f"a norm with eps {eps}"
+        elif not list(layer.children()):
+            layers[name] = repr(layer)
+    return layers
 
 
 def _check_same_encoder(first: _Part, other: _Part) -> None:

@@ -109,7 +109,12 @@ def read_config(flags: RunFlags) -> CfgNode:
     else:
         cfg = load_config(choose_recipe(flags), opts)
     if flags.freeze and cfg.SOLVER.FIRST_STAGE and not flags.eval_only:
-        cfg = _load_first_stage(cfg, overrides)
+        sizes: dict[str, Any] = {}
+        is_of_weights = bool(weights) and not (flags.config_file or flags.size)
+        if is_of_weights and not holds_encoder(weights):
+            # The encoder was trained with the detector's image sizes, and both can be joined.
+            sizes = {key: get_value(cfg, key) for key in find_task(cfg).size_keys}
+        cfg = with_values(_load_first_stage(cfg, overrides), sizes)
     if flags.image_size is None:
         return cfg
     return with_values(cfg, _find_size_values(cfg, flags))

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from qbheat_det.api import training
-from qbheat_det.checkpoint import find_weights
+from qbheat_det.checkpoint import find_weights, join_detectors
 from qbheat_det.config import get_config_path, get_value, load_config, with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import RunFlags, Stage, Trainer, assemble_run, read_config
@@ -99,6 +99,22 @@ def test_two_stages_equal_two_commands_and_resume_exactly(
     for lead in reports[-2:]:
         assert re.search(r"3 steps of 2 images in .*, starting from .*first_stage/model_best", lead)
         assert "best evaluation, model_best.safetensors, after 3 steps" in lead
+
+
+def test_a_head_on_the_frozen_encoder_of_a_detector_can_be_joined_with_it(
+    second, data, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(training, "build_report", lambda *_, **__: [])
+    run, head = tmp_path / "run", tmp_path / "head"
+    train(second, data, run, {**SHARED, **OPTS, "INPUT.MIN_SIZE_TEST": "48"})
+    words = ["--data", data, "--val", data, "--weights", str(run), "--freeze"]
+    run_tool([*words, "--output", str(head), *words_of(SHARED)])
+    cfg = load_config(head / "config.yaml")
+    assert (cfg.INPUT.MIN_SIZE_TEST, tuple(cfg.INPUT.MIN_SIZE_TRAIN)) == (48, (64,))
+    assert cfg.MODEL.CACHE_FEATURES.ENABLED
+    # Encoders and sizes fit, and it is only the classes that do not.
+    with pytest.raises(UserError, match="find all classes"):
+        join_detectors([str(run), str(head)], tmp_path / "joined.safetensors")
 
 
 @pytest.mark.parametrize("second_value", [10.0, 60.0])
