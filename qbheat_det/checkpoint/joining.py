@@ -79,6 +79,23 @@ class _Part:
 
 
 @dataclass(frozen=True)
+class _Classes:
+    """The classes of a joined detector.
+
+    Attributes:
+        names: their names.
+        ids: their ids in annotation files.
+        indices: for each head, the index of each of its classes in ``names``, or -1.
+        found_once: as in ``JoinedFile``.
+    """
+
+    names: tuple[str, ...]
+    ids: tuple[int, ...]
+    indices: Sequence[Sequence[int]]
+    found_once: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class JoinedFile:
     """What ``join_detectors`` has written.
 
@@ -114,48 +131,24 @@ def join_detectors(
     for part in parts[1:]:
         _check_same_encoder(parts[0], part)
 
-    class_names: list[str] = []
-    category_ids: list[int] = []
-    owners: dict[str, str] = {}
-    found_once: dict[str, str] = {}
-    class_indices: list[list[int]] = []
+    classes = _assign_classes(parts)
     heads: dict[str, Tensor] = {}
-    num_heads = 0
-    for part in parts:
-        indices: list[int] = []
-        for name, category_id in zip(part.info.class_names, part.info.category_ids, strict=True):
-            if name in owners:
-                found_once[name] = owners[name]
-                indices.append(-1)
-                continue
-            owners[name] = part.weights
-            indices.append(len(class_names))
-            class_names.append(name)
-            category_ids.append(category_id)
-        if max(indices) < 0:
-            raise UserError(
-                f"the other detectors find all classes of '{part.weights}': leave it out"
-            )
-        class_indices.extend(_list_indices(part, indices))
-        for head in part.heads:
-            prefix = _DETECTOR.format(num_heads)
-            heads |= {prefix + name: tensor for name, tensor in head.items()}
-            num_heads += 1
-    if len(set(category_ids)) < len(category_ids):
-        category_ids = list(range(1, len(category_ids) + 1))
+    for index, head in enumerate(head for part in parts for head in part.heads):
+        prefix = _DETECTOR.format(index)
+        heads |= {prefix + name: tensor for name, tensor in head.items()}
 
     cfg = with_values(
         parts[0].cfg,
         {
             "MODEL.META_ARCHITECTURE": JOINED,
-            "MODEL.CLASS_NAMES": class_names,
-            "MODEL.CATEGORY_IDS": category_ids,
+            "MODEL.CLASS_NAMES": list(classes.names),
+            "MODEL.CATEGORY_IDS": list(classes.ids),
             "MODEL.CACHE_FEATURES.ENABLED": False,
             "MODEL.KEEP_CLASSES.NUM": 0,
             "SOLVER.FIRST_STAGE": "",
             _LIMIT: sum(part.cfg.TEST.DETECTIONS_PER_IMAGE for part in parts),
             _PARTS: _list_part_values(parts),
-            _CLASS_INDICES: class_indices,
+            _CLASS_INDICES: [list(indices) for indices in classes.indices],
         },
     )
     model = build_model(cfg)  # also checks that the detectors fit together
@@ -167,8 +160,8 @@ def join_detectors(
         if name.startswith(BELOW_FPN) and name.removeprefix(BELOW_FPN) in encoder
     }
     info = WeightsInfo(
-        class_names=tuple(class_names),
-        category_ids=tuple(category_ids),
+        class_names=classes.names,
+        category_ids=classes.ids,
         pixel_format=parts[0].info.pixel_format,
         pixel_mean=parts[0].info.pixel_mean,
         pixel_std=parts[0].info.pixel_std,
@@ -176,7 +169,37 @@ def join_detectors(
         iteration=max(part.info.iteration for part in parts),
     )
     save_weights(str(output), {**state, **heads}, info)
-    return JoinedFile(tuple(class_names), found_once)
+    return JoinedFile(classes.names, classes.found_once)
+
+
+def _assign_classes(parts: Sequence[_Part]) -> _Classes:
+    """Joins the classes of the parts.
+
+    Raises:
+        UserError: other parts find all classes of a part.
+    """
+    ids: dict[str, int] = {}  # by name, in the order of the joined detector
+    owners: dict[str, str] = {}
+    found_once: dict[str, str] = {}
+    of_heads: list[list[int]] = []
+    for part in parts:
+        indices: list[int] = []
+        for name, category_id in zip(part.info.class_names, part.info.category_ids, strict=True):
+            if name in owners:
+                found_once[name] = owners[name]
+                indices.append(-1)
+                continue
+            owners[name] = part.weights
+            indices.append(len(ids))
+            ids[name] = category_id
+        if max(indices) < 0:
+            raise UserError(
+                f"the other detectors find all classes of '{part.weights}': leave it out"
+            )
+        of_heads.extend(_list_indices(part, indices))
+    if len(set(ids.values())) < len(ids):
+        ids = {name: number for number, name in enumerate(ids, start=1)}
+    return _Classes(tuple(ids), tuple(ids.values()), of_heads, found_once)
 
 
 def _read_part(weights: str, opts: Sequence[str]) -> _Part:
