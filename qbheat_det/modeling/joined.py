@@ -46,7 +46,7 @@ _FOR_ALL = (
 )
 
 
-class SharedEncoder(Backbone):
+class JoinedEncoder(Backbone):
     """The encoder of joined detectors."""
 
     def __init__(
@@ -141,7 +141,7 @@ class JoinedDetectors(nn.Module):
         in_features = list(names)
         size_divisibility = _check_padding(detectors)
         encoders = [take_encoder(detector) for detector in detectors]
-        self.backbone = SharedEncoder(
+        self.backbone = JoinedEncoder(
             bottom_up=_find_fullest(encoders, in_features),
             in_features=in_features,
             size_divisibility=size_divisibility,
