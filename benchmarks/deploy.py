@@ -37,8 +37,7 @@ from qbheat_det.core.files import get_cache_dir
 
 _ROUNDS = 15
 _SIDE = 640
-_SEPARABLE = ("MODEL.RETINANET.SEPARABLE_HEAD.ENABLED", True, "MODEL.FPN.SEPARABLE", True)
-_SHORT = (*_SEPARABLE, "MODEL.TIMM.NUM_BLOCKS", [1, 2, 2, 2, 2, 1, 0])
+_SHORT = ("MODEL.TIMM.NUM_BLOCKS", [1, 2, 2, 2, 2, 1, 0])
 _LITE0 = "custom/retinanet_lite0_finetune.yaml"
 _YOLO26_N = "yolo26n"
 
@@ -106,9 +105,7 @@ def list_files(side: int) -> dict[str, Callable[[Path], None]]:
         "ours": partial(write_ours, _LITE0, side, ()),
         "ours_480": partial(write_ours, _LITE0, own_side, ()),
         "ours_384": partial(write_ours, _LITE0, side * 3 // 5, ()),
-        "ours_separable": partial(write_ours, _LITE0, side, _SEPARABLE),
         "ours_short": partial(write_ours, _LITE0, side, _SHORT),
-        "ours_separable_480": partial(write_ours, _LITE0, own_side, _SEPARABLE),
         "ours_285m": partial(write_ours, small, side, ()),
         _YOLO26_N: partial(write_yolo, "yolo26n.yaml", side),
         "yolo11n": partial(write_yolo, "yolo11n.yaml", side),
