@@ -26,7 +26,6 @@ FILES = {
         "modeling.kept_classes",
         "modeling.loss_normalizer",
         "modeling.retinanet",
-        "modeling.separable_head",
     },
 }
 

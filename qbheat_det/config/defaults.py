@@ -13,9 +13,7 @@ NETWORK_KEYS = (
     "MODEL.MOBILE_FORMER.VARIANT",
     "MODEL.FPN.BOTTOM_UP",
     "MODEL.FPN.OUT_CHANNELS",
-    "MODEL.FPN.SEPARABLE",
     "MODEL.TIMM.NUM_BLOCKS",
-    "MODEL.RETINANET.SEPARABLE_HEAD.ENABLED",
 )
 """Keys of the network. The weights of one config do not fit another config with other values."""
 
@@ -61,8 +59,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         # Number of strided levels above the coarsest map: with 3, "s8" and "s16" give P3 to P7.
         # Levels that no head reads are left out.
         "TOP_LEVELS": 3,
-        # Depthwise-separable 3x3 convolutions behind the sums of maps and in the strided levels.
-        "SEPARABLE": False,
     },
     "MODEL.TIMM": {
         "OUT_FEATURES": ["s8", "s16"],  # feature maps of "timm:…", named by stride
@@ -106,11 +102,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         "ENABLED": False,
         "TOP_K": 9,  # candidates per box and level
         "GIOU_WEIGHT": 2.0,  # weight of the GIoU loss
-    },
-    "MODEL.RETINANET.SEPARABLE_HEAD": {
-        # Depthwise-separable convolutions in the towers, and 1x1 predictors.
-        "ENABLED": False,
-        "KERNEL_SIZE": 5,  # side of the depthwise kernels
     },
     "MODEL.FCOS": {  # Detectron2 has no FCOS keys; names are as in MODEL.RETINANET
         "NUM_CLASSES": 80,

@@ -18,7 +18,6 @@ from .mobile_former_block import (
     pointwise,
 )
 from .padded_maps import SinePositionEncoding, halve, padding_mask, resize_bilinear, zero_padding
-from .separable import separable_conv
 
 __all__ = [
     "DotProductAttention",
@@ -38,6 +37,5 @@ __all__ = [
     "pointwise",
     "read_attention",
     "resize_bilinear",
-    "separable_conv",
     "zero_padding",
 ]

@@ -23,12 +23,10 @@ from torchvision.ops import generalized_box_iou_loss
 from qbheat_det.config import configurable
 
 from .atss import AtssAssigner
-from .contracts import pick_outputs
 from .dense_pseudo_labels import DensePseudoLabelLoss, SemiSupervisedDetector
 from .kept_classes import KeepsClasses, KeptClassLoss
 from .loss_normalizer import COUNT
 from .losses import quality_focal_loss
-from .separable_head import SeparableHead
 
 
 @META_ARCH_REGISTRY.register()
@@ -57,14 +55,8 @@ class SyncRetinaNet(KeepsClasses, SemiSupervisedDetector, RetinaNet):
         assigner = None
         if node.ENABLED:
             assigner = AtssAssigner(top_k=node.TOP_K)
-        parts = super().from_config(cfg)
-        if cfg.MODEL.RETINANET.SEPARABLE_HEAD.ENABLED:
-            levels = pick_outputs(
-                parts["backbone"], parts["head_in_features"], "MODEL.RETINANET.IN_FEATURES"
-            )
-            parts["head"] = SeparableHead(cfg, levels)
         return {
-            **parts,
+            **super().from_config(cfg),
             "pseudo_label_loss": DensePseudoLabelLoss.from_config(cfg),
             "kept_class_loss": KeptClassLoss.from_config(cfg),
             "assigner": assigner,

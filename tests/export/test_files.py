@@ -40,9 +40,7 @@ def root(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize(
-    "kind", ["two_maps", "separable", "mf_detr", "selected_queries", "qb_heat"]
-)
+@pytest.mark.parametrize("kind", ["two_maps", "mf_detr", "selected_queries", "qb_heat"])
 @pytest.mark.slow
 def test_a_file_gives_the_results_of_pytorch(root, kind):
     cfg = load_run_config(save(root / kind, kind), device="cpu")

@@ -26,7 +26,6 @@ from torch.nn import functional as F
 
 from qbheat_det.config import reads_our_keys, with_values
 from qbheat_det.core.errors import UserError
-from qbheat_det.layers import separable_conv
 from qbheat_det.modeling.contracts import get_encoder, pick_outputs
 
 from .head_inputs import list_read_levels
@@ -40,15 +39,12 @@ _PREFIXES = ("backbone.bottom_up.", "backbone.", _PYRAMID)
 class StridedLevels(nn.Module):
     """Adds coarser levels by 3x3 convolutions of stride 2, as in RetinaNet (P6 -> ReLU -> P7)."""
 
-    def __init__(
-        self, *, channels: int, in_feature: str, num_levels: int, is_separable: bool = False
-    ) -> None:
+    def __init__(self, *, channels: int, in_feature: str, num_levels: int) -> None:
         """
         Args:
             channels: the width C.
             in_feature: the level to start from, such as "p4".
             num_levels: number of added levels.
-            is_separable: whether the convolutions are depthwise-separable.
         """
         super().__init__()
         self.in_feature = in_feature  # Detectron2's FPN reads in_feature and num_levels
@@ -56,12 +52,9 @@ class StridedLevels(nn.Module):
         self._first_level = int(in_feature.removeprefix("p")) + 1
         self.convs = nn.ModuleList()
         for _ in range(num_levels):
-            if is_separable:
-                self.convs.append(separable_conv(channels, channels, 3, stride=2))
-            else:
-                conv = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
-                weight_init.c2_xavier_fill(conv)
-                self.convs.append(conv)
+            conv = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
+            weight_init.c2_xavier_fill(conv)
+            self.convs.append(conv)
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Takes a feature map (N, C, H, W). Returns a feature map (N, C, …) per level.
@@ -107,12 +100,9 @@ def build_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
             channels=node.OUT_CHANNELS,
             in_feature=levels[last_output],
             num_levels=last - last_output,
-            is_separable=node.SEPARABLE,
         ),
         fuse_type=node.FUSE_TYPE,
     )
-    if node.SEPARABLE:
-        _separate_outputs(fpn)
     # Maps of these levels contribute to the finer levels, but their last convolution does not.
     for level in levels[first : last_output + 1]:
         has_strided_levels = level == levels[last_output] and last > last_output
@@ -135,19 +125,6 @@ def build_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
         )
     accept_prefixes(fpn)
     return fpn
-
-
-def _separate_outputs(fpn: FPN) -> None:
-    """Replaces the 3x3 convolutions behind the sums of maps with depthwise-separable ones."""
-    output_convs = list(fpn.output_convs)
-    for index, dense in enumerate(output_convs):
-        separable = separable_conv(dense.in_channels, dense.out_channels, 3)
-        if dense.norm is not None:
-            separable.append(dense.norm)
-        output_convs[index] = separable
-        name = next(name for name, module in fpn.named_children() if module is dense)
-        setattr(fpn, name, separable)
-    fpn.output_convs = output_convs
 
 
 def _build_bottom_up(cfg: CfgNode, input_shape: ShapeSpec) -> tuple[Backbone, list[ShapeSpec]]:
