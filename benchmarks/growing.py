@@ -14,6 +14,8 @@ Object Detectors without Catastrophic Forgetting" (arXiv:1708.06977). Each cell 
   kept    new images, from the weights of ``old``, with --keep-classes
   both    old and new images, from the weights of ``old``, with --keep-classes
   merged  old and new images, from ImageNet weights
+  again   the same images, from the weights of ``merged``, with --keep-classes: a class learns from
+          ``merged`` in the images in which it has no labels
   half    half of the training images with all labels, from ImageNet weights
   joint   all training images with all labels, from ImageNet weights
 Each is judged on all validation images with all labels. A finished cell is not trained again.
@@ -75,24 +77,25 @@ class Cell:
 
     Attributes:
         data: names of the data.
-        starts_from_old: whether the training starts from the weights of ``old``.
-        keeps_classes: whether it keeps the classes of ``old``.
+        starts_from: the cell whose weights the training starts from.
+        keeps_classes: whether it keeps the classes of that cell.
         joins: the cells whose detectors are joined instead. The last one is that of the new images.
     """
 
     data: tuple[str, ...]
-    starts_from_old: bool = False
+    starts_from: str = ""
     keeps_classes: bool = False
     joins: tuple[str, ...] = ()
 
 
 CELLS = {
     "old": Cell(("old",)),
-    "plain": Cell(("new",), starts_from_old=True),
+    "plain": Cell(("new",), starts_from="old"),
     "joined": Cell(("new",), joins=("old", "plain")),
-    "kept": Cell(("new",), starts_from_old=True, keeps_classes=True),
-    "both": Cell(("new", "old"), starts_from_old=True, keeps_classes=True),
+    "kept": Cell(("new",), starts_from="old", keeps_classes=True),
+    "both": Cell(("new", "old"), starts_from="old", keeps_classes=True),
     "merged": Cell(("new", "old")),
+    "again": Cell(("new", "old"), starts_from="merged", keeps_classes=True),
     "half": Cell(("half",)),
     "joint": Cell(("joint",)),
 }
@@ -248,8 +251,8 @@ def list_words(name: str, data: Path, seed: int, opts: Sequence[str]) -> list[st
     words += ["MODEL.CACHE_FEATURES.FOLDER", str(data.parents[1] / "features")]
     for part in cell.data:
         words += ["--data", str(data / f"{part}.json")]
-    if cell.starts_from_old:
-        words += ["--weights", str(data.parent / "old" / "model_final.safetensors")]
+    if cell.starts_from:
+        words += ["--weights", str(data.parent / cell.starts_from / "model_final.safetensors")]
     if cell.keeps_classes:
         words.append("--keep-classes")
     return words

@@ -17,6 +17,13 @@ NETWORK_KEYS = (
 )
 """Keys of the network. The weights of one config do not fit another config with other values."""
 
+REMOVED_KEYS: dict[str, object] = {
+    "MODEL.FPN.SEPARABLE": False,
+    "MODEL.RETINANET.SEPARABLE_HEAD.ENABLED": False,
+    "MODEL.RETINANET.SEPARABLE_HEAD.KERNEL_SIZE": 5,
+}
+"""Keys of earlier versions with their defaults. Files that were trained before may have these."""
+
 _KEYS: dict[str, dict[str, Any]] = {
     "MODEL": {
         # The classes that the model predicts. Training sets both lists from the data.
@@ -65,6 +72,8 @@ _KEYS: dict[str, dict[str, Any]] = {
         # Number of blocks that each stage of an EfficientNet, MobileNetV3 or V4 keeps. The weights
         # of the others are not used. Empty: all blocks.
         "NUM_BLOCKS": [],
+        # All BatchNorms keep their statistics, weights and biases, as Detectron2's "FrozenBN".
+        "FREEZE_NORMS": False,
     },
     "MODEL.MF_DETR": {
         "NUM_CLASSES": 80,

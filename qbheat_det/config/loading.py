@@ -19,7 +19,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
 from qbheat_det.core.yaml_text import load_yaml
 
-from .defaults import get_cfg
+from .defaults import REMOVED_KEYS, get_cfg
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # The dumper of libyaml is ten times as fast.
@@ -173,6 +173,12 @@ def _set(cfg: CfgNode, key: str, value: object, source: str) -> None:
     try:
         present = get_value(cfg, key)
     except (KeyError, TypeError):
+        if key in REMOVED_KEYS:
+            if str(value) == str(REMOVED_KEYS[key]):
+                return
+            raise UserError(
+                f"{source}: '{key}: {value}' is of an earlier version, and this one cannot do it"
+            ) from None
         known = [name for name, _ in list_leaves(cfg)]
         nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
         raise UserError(

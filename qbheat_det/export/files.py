@@ -54,7 +54,7 @@ _NUM_CALIBRATION = 32
 _INT8_TOLERANCE = 0.02  # INT8 detections match if they differ by at most ten times this value
 _OPSET = 18  # the first opset with an antialiased Resize
 _QUANTIZED = ["Conv", "MatMul", "Gemm"]
-_MIN_CHANNELS = 16  # layers with fewer, as in the stem, lose much accuracy and gain little speed
+_MIN_CHANNELS = 16  # layers with fewer lose much accuracy and gain little speed
 _MIN_POSITIONS = 256  # layers on fewer positions, such as tokens and queries, take little time
 logger = logging.getLogger(__name__)
 
@@ -257,19 +257,21 @@ def _fold_constants(path: Path) -> None:
 def _find_layers(model: Any) -> list[str]:
     """Returns the names of the layers to quantize: those with constant weights and large outputs.
 
-    Excludes depthwise convolutions with several outputs per input, which are slow in runtimes.
+    Excludes depthwise convolutions with several outputs per input, which are slow in runtimes, and
+    those at strides 1 and 2, whose rounding costs most of the lost AP (docs/export.md).
     """
     weight_shapes = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
     values = (*model.graph.value_info, *model.graph.output)
     output_shapes = {value.name: value.type.tensor_type.shape.dim for value in values}
     names = []
+    num_strided = 0  # layers so far whose stride is above 1
     for node in model.graph.node:
+        attributes = {attribute.name: attribute for attribute in node.attribute}
+        if "strides" in attributes and max(attributes["strides"].ints) > 1:
+            num_strided += 1
         if node.op_type not in _QUANTIZED or node.input[1] not in weight_shapes:
             continue
-        groups = 1
-        for attribute in node.attribute:
-            if attribute.name == "group":
-                groups = attribute.i
+        groups = attributes["group"].i if "group" in attributes else 1
         # Variable lengths have no value, and count as large.
         output_shape = output_shapes.get(node.output[0], ())
         lengths = [length.dim_value or _MIN_POSITIONS for length in output_shape]
@@ -279,7 +281,7 @@ def _find_layers(model: Any) -> list[str]:
             num_positions = math.prod(lengths[-2:-1])
         weight_shape = weight_shapes[node.input[1]]  # of a convolution: (outputs, inputs, …)
         is_dense = groups == 1 and min(weight_shape[:2]) >= _MIN_CHANNELS
-        is_depthwise = groups > 1 and groups == weight_shape[0]
+        is_depthwise = groups > 1 and groups == weight_shape[0] and num_strided > 1
         if num_positions >= _MIN_POSITIONS and (is_dense or is_depthwise):
             names.append(node.name)
     return names

@@ -29,10 +29,13 @@ class _Depthwise(FastForm):
     @classmethod
     def is_faster_for(cls, layer: nn.Module) -> bool:
         assert isinstance(layer, nn.Conv2d)
-        is_depthwise = layer.groups > 1 and layer.groups == layer.in_channels
-        is_slow = max(layer.stride) > 1 or layer.kernel_size[1] > _MAX_COLUMNS
         has_zeros = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-        return is_depthwise and is_slow and has_zeros
+        return is_slow_depthwise(layer) and has_zeros
+
+    def convolve(self, x: Tensor, padding: Pair) -> Tensor:
+        """Convolves a map (N, C, H, W) with ``padding`` (rows, columns)."""
+        assert isinstance(self, nn.Conv2d)
+        return convolve_depthwise(x, self.weight, self.bias, Settings.of(self, padding))
 
 
 class DepthwiseConv2d(_Depthwise, nn.Conv2d):
@@ -40,7 +43,7 @@ class DepthwiseConv2d(_Depthwise, nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """Takes a feature map (N, C, H, W) and returns a feature map (N, C', H', W')."""
-        return convolve_depthwise(self, input, cast(Pair, self.padding))
+        return self.convolve(input, cast(Pair, self.padding))
 
 
 class NormedDepthwiseConv2d(_Depthwise, Conv2d):
@@ -48,7 +51,7 @@ class NormedDepthwiseConv2d(_Depthwise, Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Takes a feature map (N, C, H, W) and returns a feature map (N, C', H', W')."""
-        x = convolve_depthwise(self, x, cast(Pair, self.padding))
+        x = self.convolve(x, cast(Pair, self.padding))
         if self.norm is not None:
             x = self.norm(x)
         if self.activation is not None:
@@ -62,79 +65,85 @@ class DepthwiseConv2dSame(_Depthwise, TraceableConv2dSame):
     def forward(self, x: Tensor) -> Tensor:
         """Takes a feature map (N, C, H, W) and returns a feature map (N, C', H', W')."""
         x = pad_same(x, self.kernel_size, self.stride, self.dilation)
-        return convolve_depthwise(self, x, padding=(0, 0))  # x is padded already
+        return self.convolve(x, padding=(0, 0))  # x is padded already
 
 
-def convolve_depthwise(layer: nn.Conv2d, x: Tensor, padding: Pair) -> Tensor:
-    """Convolves a map (N, C, H, W) with the weights and bias of ``layer``.
-
-    ``padding`` (rows, columns) is used instead of the layer's own padding.
-    """
-    weight = layer.weight
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        x = x.to(dtype)
-        weight = weight.to(dtype)
-    y = _Convolution.apply(x, weight, layer.stride, padding, layer.dilation, layer.groups)
-    if layer.bias is None:
-        return y
-    return y + layer.bias[:, None, None].to(y.dtype)
+def is_slow_depthwise(layer: nn.Conv2d) -> bool:
+    """Returns whether a convolution is depthwise, and oneDNN lacks a fast kernel for a gradient."""
+    is_depthwise = layer.groups > 1 and layer.groups == layer.in_channels
+    return is_depthwise and (max(layer.stride) > 1 or layer.kernel_size[1] > _MAX_COLUMNS)
 
 
-class _Settings(NamedTuple):
-    """Arguments of a convolution. Pairs are for rows and columns."""
+class Settings(NamedTuple):
+    """Arguments of ``conv2d``. Pairs are for rows and columns."""
 
     stride: Pair
     padding: Pair
     dilation: Pair
     groups: int
 
+    @classmethod
+    def of(cls, conv: nn.Conv2d, padding: Pair) -> "Settings":
+        """Returns those of a layer, with another padding."""
+        return cls(cast(Pair, conv.stride), padding, cast(Pair, conv.dilation), conv.groups)
+
+
+def convolve_depthwise(
+    x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings
+) -> Tensor:
+    """``conv2d`` of a map (N, C, H, W), with weights (C', 1, rows, columns) and bias (C',)."""
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        x = x.to(dtype)
+        weight = weight.to(dtype)
+        if bias is not None:
+            bias = bias.to(dtype)
+    return _Convolution.apply(x, weight, bias, settings)
+
 
 class _Convolution(torch.autograd.Function):
-    """``conv2d`` without bias, whose backward pass avoids the slow kernels."""
+    """``conv2d``, whose backward pass avoids the slow kernels."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        stride: Pair,
-        padding: Pair,
-        dilation: Pair,
-        groups: int,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.settings = _Settings(stride, padding, dilation, groups)
-        return F.conv2d(x, weight, None, stride, padding, dilation, groups)
+        ctx.settings = settings
+        return F.conv2d(x, weight, bias, *settings)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_grad_x, needs_grad_weight, *_ = ctx.needs_input_grad
+        needs_grad_x, needs_grad_weight, needs_grad_bias, *_ = ctx.needs_input_grad
         grad_x: Tensor | None = None
         if needs_grad_x:
             grad_x = _input_gradient(grad_output, x, weight, ctx.settings)
         grad_weight: Tensor | None = None
         if needs_grad_weight:
             grad_weight = _weight_gradient(grad_output, x, weight, ctx.settings)
-        # Stride, padding, dilation and groups have no gradient.
-        return grad_x, grad_weight, None, None, None, None
+        grad_bias: Tensor | None = None
+        if needs_grad_bias:
+            grad_bias = grad_output.sum((0, 2, 3))
+        return grad_x, grad_weight, grad_bias, None
 
 
-def _input_gradient(grad_output: Tensor, x: Tensor, weight: Tensor, settings: _Settings) -> Tensor:
+def _input_gradient(grad_output: Tensor, x: Tensor, weight: Tensor, settings: Settings) -> Tensor:
     """Returns the gradient of the input ``x`` (N, C, H, W)."""
     dtype = x.dtype
     if max(settings.stride) > 1:
         # With a stride, the kernel for bfloat16 is slow. Other dtypes stay as they are.
         dtype = torch.promote_types(x.dtype, torch.float32)
+    # Only the size of ``x`` is needed.
+    size_of_x = torch.empty_like(x, dtype=dtype)
     grad_x, _ = _convolution_backward(
-        grad_output.to(dtype), x.to(dtype), weight.to(dtype), settings, needs_grad_x=True
+        grad_output.to(dtype), size_of_x, weight.to(dtype), settings, needs_grad_x=True
     )
     return cast(Tensor, grad_x).to(x.dtype)
 
 
-def _weight_gradient(grad_output: Tensor, x: Tensor, weight: Tensor, settings: _Settings) -> Tensor:
+def _weight_gradient(grad_output: Tensor, x: Tensor, weight: Tensor, settings: Settings) -> Tensor:
     """Returns the gradient of ``weight`` (C', 1, rows, columns).
 
     A weight with more than ``_MAX_COLUMNS`` columns is split into narrow weights, because only
@@ -179,7 +188,7 @@ def _convolution_backward(
     grad_output: Tensor,
     x: Tensor,
     weight: Tensor,
-    settings: _Settings,
+    settings: Settings,
     *,
     needs_grad_x: bool = False,
     needs_grad_weight: bool = False,

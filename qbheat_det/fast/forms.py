@@ -22,6 +22,7 @@ from .attention import ProductAttention
 from .depthwise import DepthwiseConv2d, DepthwiseConv2dSame, NormedDepthwiseConv2d
 from .dynamic_relu import TwoSlopeReLU
 from .form import FastForm
+from .frozen_norms import fold_frozen_norms
 from .linear import ConvolvedLinear, ConvolvedMapAttention
 from .mobile_former import FusedDownMobile, FusedLiteBottleneck, FusedLiteMobile, FusedMobile
 
@@ -59,6 +60,8 @@ def optimize(model: nn.Module, form: Form) -> None:
 
     Names and parameters do not change. Results are equal up to rounding.
     """
+    if form == "cpu_training":
+        fold_frozen_norms(model)
     fast_forms = FORMS[form]
     fast_layers: dict[nn.Module, Any] = {}  # a layer that is used twice gets one fast form
     for name, layer in list(model.named_modules(remove_duplicate=False)):

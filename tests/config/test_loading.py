@@ -70,12 +70,20 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path):
         ("", "top level"),
         ("_BASE_: nowhere.yaml\n", r"nowhere\.yaml.*does not exist"),
         ("1: 2\n", "unknown config key '1'"),
+        ("MODEL: {FPN: {SEPARABLE: true}}\n", r"'MODEL\.FPN\.SEPARABLE: True' is of an earlier"),
         ("MODEL: {BACKBONE: {NAME: null}}\n", r"bad\.yaml, MODEL\.BACKBONE\.NAME: .* str"),
     ],
 )
 def test_a_bad_file_is_refused_with_a_sentence(tmp_path, text, message):
     with pytest.raises(UserError, match=message):
         load_config(_write(tmp_path / "bad.yaml", text))
+
+
+def test_a_file_may_have_the_default_of_a_key_that_was_removed(tmp_path):
+    path = _write(tmp_path / "old.yaml", "MODEL: {FPN: {SEPARABLE: false, OUT_CHANNELS: 48}}\n")
+    cfg = load_config(path)
+    assert cfg.MODEL.FPN.OUT_CHANNELS == 48
+    assert "SEPARABLE" not in cfg.MODEL.FPN
 
 
 def _count_nodes(value):

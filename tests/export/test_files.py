@@ -20,7 +20,7 @@ from qbheat_det.checkpoint import (
 from qbheat_det.core.errors import UserError
 from qbheat_det.export import export_model
 from qbheat_det.export.agreement import Agreement, compare_detections
-from qbheat_det.export.files import read_images, write_model
+from qbheat_det.export.files import _find_layers, read_images, write_model
 from qbheat_det.inference.exported import ExportedModel
 from qbheat_det.inference.images import find_inputs, read_rgb
 from qbheat_det.inference.predict import build_predictor
@@ -128,6 +128,39 @@ def test_files_of_one_size_and_of_integers_find_what_pytorch_finds(root):
     operators = [node.op_type for node in onnx.load(output).graph.node]
     assert operators.count("DequantizeLinear") > num_layers
     assert ExportedModel.open(output, device="cpu").info.category_ids
+
+
+def test_depthwise_convolutions_before_the_second_stride_stay_in_float():
+    onnx = pytest.importorskip("onnx")
+    nodes, weights = [], []
+
+    def add(name, channels, groups, stride):
+        """Appends a 3x3 convolution, whose input and output have this number of channels."""
+        weight = np.zeros((channels, channels // groups, 3, 3), np.float32)
+        weights.append(onnx.numpy_helper.from_array(weight, f"{name}_weight"))
+        source = nodes[-1].output[0] if nodes else "images"
+        settings = {"strides": [stride, stride], "pads": [1, 1, 1, 1], "group": groups}
+        inputs = [source, f"{name}_weight"]
+        nodes.append(onnx.helper.make_node("Conv", inputs, [f"{name}_map"], name, **settings))
+
+    add("stem", 16, 1, 2)
+    add("early", 16, 16, 1)
+    add("dense", 16, 1, 1)
+    add("strided", 16, 16, 2)
+    add("late", 16, 16, 1)
+    add("grouped", 16, 4, 1)
+    shapes = {"images": (1, 16, 128, 128), "grouped_map": (1, 16, 32, 32)}
+    (given, found) = (
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
+        for name, shape in shapes.items()
+    )
+    model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [given], [found], weights))
+    assert _find_layers(onnx.shape_inference.infer_shapes(model)) == [
+        "stem",
+        "dense",
+        "strided",
+        "late",
+    ]
 
 
 FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32"}  # by default some CPUs compute in bfloat16

@@ -28,6 +28,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.checks import check_value
 
 from .fpn import accept_prefixes
+from .norm_inputs import NormInputs
 from .trained_pixels import check_trained_pixels
 
 _PROBE_SIZE = (64, 96)  # image size for which height, width and channels of feature maps differ
@@ -38,7 +39,8 @@ class TimmBackbone(Backbone):
 
     If several feature maps have the same stride, the last one is used. Stages after the last output
     are removed. Images are padded to a multiple of the coarsest stride, and padding is treated as
-    part of the image. ``net`` is the timm model.
+    part of the image. ``net`` is the timm model. ``norm_inputs`` has, by the name of a BatchNorm,
+    the name of the convolution whose output only this BatchNorm reads.
     """
 
     freeze_all = 5
@@ -53,6 +55,7 @@ class TimmBackbone(Backbone):
         in_channels: int = 3,
         pixels: Pixels | None = None,
         num_blocks: Sequence[int] = (),
+        freeze_norms: bool = False,
     ) -> None:
         """
         Args:
@@ -67,6 +70,8 @@ class TimmBackbone(Backbone):
                 are loaded that were trained on others.
             num_blocks: number of blocks that each stage keeps, of models such as EfficientNet
                 (``shorten_stages``). By default all blocks are kept.
+            freeze_norms: whether all BatchNorms keep their statistics, weights and biases, as
+                Detectron2's "FrozenBN".
 
         Raises:
             UserError: timm has no such model, or its feature maps do not have fixed strides.
@@ -106,7 +111,7 @@ class TimmBackbone(Backbone):
         self._out_feature_channels = {key: infos[key]["num_chs"] for key in self._out_features}
         self._out_feature_strides = {key: infos[key]["reduction"] for key in self._out_features}
         sources = self._find_sources(name, infos, in_channels)
-        self._freeze(freeze_at, sources)
+        self._freeze(freeze_at, sources, freeze_norms=freeze_norms)
         accept_prefixes(self)
         check_trained_pixels(self, pixels)
 
@@ -142,11 +147,12 @@ class TimmBackbone(Backbone):
         device = next(iter(parameters.values())).device
         x = torch.zeros(1, in_channels, *_PROBE_SIZE, device=device)
         self.net.eval()
-        with torch.enable_grad():
+        with torch.enable_grad(), NormInputs(self.net) as norm_inputs:
             try:
                 feature_maps = self._compute_maps(x, [info["index"] for info in built.values()])
             except Exception as error:  # models raise errors of many types
                 raise _refusal(name, f"({type(error).__name__})") from error
+            self.norm_inputs = norm_inputs.find(feature_maps)
             sources: dict[str, set[str]] = {}
             for (key, info), feature_map in zip(built.items(), feature_maps, strict=True):
                 height, width = (math.ceil(side / info["reduction"]) for side in _PROBE_SIZE)
@@ -168,8 +174,10 @@ class TimmBackbone(Backbone):
         self.net.train()
         return sources
 
-    def _freeze(self, freeze_at: int, sources: Mapping[str, set[str]]) -> None:
-        """Freezes the first layers, and parameters that no output depends on.
+    def _freeze(
+        self, freeze_at: int, sources: Mapping[str, set[str]], *, freeze_norms: bool
+    ) -> None:
+        """Freezes the first layers, parameters that no output depends on, and maybe all norms.
 
         ``sources`` are the names of the parameters that each feature map depends on. ``freeze_at``
         k freezes the sources of the feature maps of stride 2^k or less. 0 freezes none.
@@ -187,7 +195,8 @@ class TimmBackbone(Backbone):
             # In networks with several branches, some remaining parameters reach no output.
             parameter.requires_grad_(name in used - frozen)
         for path, module in list(self.net.named_modules()):
-            if isinstance(module, _BatchNorm) and f"{path}.weight" in frozen:
+            is_frozen = freeze_norms or f"{path}.weight" in frozen
+            if is_frozen and isinstance(module, _BatchNorm):
                 self.net.set_submodule(path, FrozenNorm.from_norm(module))
 
 
@@ -265,6 +274,7 @@ def register_timm_backbone(name: str) -> None:
             in_channels=input_shape.channels,
             pixels=Pixels.from_config(cfg),
             num_blocks=cfg.MODEL.TIMM.NUM_BLOCKS,
+            freeze_norms=cfg.MODEL.TIMM.FREEZE_NORMS,
         )
 
     build.__name__ = f"{TIMM_PREFIX}{name}"

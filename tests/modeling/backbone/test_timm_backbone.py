@@ -151,6 +151,20 @@ def test_frozen_parts_stay_as_they_are_to_the_bit_and_all_others_train(name, fre
     assert {key for key, p in backbone.named_parameters() if p.grad is not None}.isdisjoint(frozen)
 
 
+def test_all_norms_can_be_frozen_while_convolutions_train():
+    cfg = _make_config("mobilenetv4_conv_small")
+    cfg.MODEL.TIMM.FREEZE_NORMS = True
+    backbone = build_backbone(cfg).train()
+    norms = {name for name, module in backbone.named_modules() if hasattr(module, "running_var")}
+    before = copy.deepcopy(backbone.state_dict())
+    loss = sum(out.square().mean() for out in backbone(torch.randn(2, 3, 64, 64)).values())
+    loss.backward()
+    torch.optim.SGD(backbone.parameters(), lr=0.1).step()
+    for key, tensor in backbone.state_dict().items():
+        is_of_norm = key.rpartition(".")[0] in norms
+        assert torch.equal(tensor, before[key]) == is_of_norm, key
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_frozen_norms_give_the_maps_of_norms_in_evaluation_in_their_dtype(name):
     plain = TimmBackbone(name=name, out_features=EVERY_STRIDE).eval()

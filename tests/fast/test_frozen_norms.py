@@ -1,0 +1,106 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Frozen BatchNorms that are computed in the convolution before them, against plain layers."""
+
+import copy
+
+import pytest
+import torch
+from timm.layers import BatchNormAct2d
+from torch import nn
+from torch.testing import assert_close
+
+from qbheat_det.fast import optimize
+from qbheat_det.fast.frozen_norms import FoldedNorm, NormedConv2d
+from qbheat_det.modeling.backbone.norm_inputs import NormInputs
+from qbheat_det.modeling.backbone.timm_backbone import TimmBackbone
+
+# Plain and "same" padding, residual blocks, and norms before the convolution.
+NETWORKS = {"tf_efficientnet_lite0": 48, "resnet18": 15, "resnetv2_50": 14}
+
+
+def make_backbone(name="resnet18", **settings):
+    torch.manual_seed(0)
+    backbone = TimmBackbone(name=name, out_features=["s8", "s16"], **settings).double()
+    for module in backbone.modules():
+        if hasattr(module, "running_var"):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
+            module.weight.data.uniform_(0.5, 1.5)
+            module.bias.data.normal_()
+    return backbone
+
+
+def count(model, kind):
+    return sum(isinstance(module, kind) for module in model.modules())
+
+
+def run(model, x):
+    """Returns the maps and the gradients by name."""
+    x = x.clone().requires_grad_()
+    maps = model(x)
+    model.zero_grad()
+    sum(each.square().mean() for each in maps.values()).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return maps, {**gradients, "input": x.grad}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_maps_and_gradients_are_those_of_the_plain_layers(name):
+    plain = nn.Sequential(make_backbone(name, freeze_norms=True))
+    fast = copy.deepcopy(plain)
+    optimize(fast, "cpu_training")
+    folded = count(fast, FoldedNorm)
+    assert folded == count(fast, NormedConv2d) == len(plain[0].norm_inputs) > 0
+    x = torch.randn(2, 3, 64, 96, dtype=torch.float64)
+    assert_close(run(fast, x), run(plain, x))
+    assert list(fast.state_dict()) == list(plain.state_dict())
+
+
+def test_a_copy_and_loaded_weights_use_their_own_statistics():
+    fast = nn.Sequential(make_backbone(freeze_norms=True))
+    optimize(fast, "cpu_training")
+    duplicate = copy.deepcopy(fast)
+    x = torch.randn(1, 3, 64, 96, dtype=torch.float64)
+    before, _ = run(fast, x)
+    for buffer in duplicate.buffers():
+        buffer.mul_(2)
+    after, _ = run(fast, x)
+    assert_close(after, before)
+    assert not torch.allclose(duplicate(x)["s8"], before["s8"])
+    duplicate.load_state_dict(fast.state_dict())
+    assert_close(duplicate(x), before)
+
+
+def test_trained_norms_are_not_folded():
+    backbone = nn.Sequential(make_backbone(freeze_at=3))
+    optimize(backbone, "cpu_training")
+    norms = {name: m for name, m in backbone.named_modules() if hasattr(m, "running_var")}
+    for name, norm in norms.items():
+        is_frozen = not any(p.requires_grad for p in norm.parameters()) and not list(
+            norm.parameters()
+        )
+        assert isinstance(norm, FoldedNorm) == is_frozen, name
+    assert 0 < count(backbone, FoldedNorm) < len(norms)
+
+
+class Branches(nn.Module):
+    """A norm whose input has another reader, one behind a convolution that runs twice, and one."""
+
+    def __init__(self):
+        super().__init__()
+        self.read_twice, self.runs_twice, self.plain = (nn.Conv2d(3, 3, 1) for _ in range(3))
+        self.norm_1, self.norm_2, self.norm_3 = (BatchNormAct2d(3) for _ in range(3))
+
+    def forward(self, x):
+        y = self.read_twice(x)
+        x = y + self.norm_1(y)
+        x = self.norm_2(self.runs_twice(self.runs_twice(x)))
+        return self.norm_3(self.plain(x))
+
+
+def test_only_a_norm_that_alone_reads_a_convolution_is_paired():
+    net = Branches().eval()
+    with NormInputs(net) as norm_inputs:
+        output = net(torch.zeros(1, 3, 2, 2))
+    assert norm_inputs.find([output]) == {"norm_3": "plain"}
+    assert not any(module._forward_hooks for module in net.modules())
