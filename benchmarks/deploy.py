@@ -37,7 +37,6 @@ from qbheat_det.core.files import get_cache_dir
 
 _ROUNDS = 15
 _SIDE = 640
-_SHORT = ("MODEL.TIMM.NUM_BLOCKS", [1, 2, 2, 2, 2, 1, 0])
 _LITE0 = "custom/retinanet_lite0_finetune.yaml"
 _YOLO26_N = "yolo26n"
 
@@ -65,7 +64,7 @@ def run(
     cases: list[str] | None = None,
     clock: str = "wall",
 ) -> list[Result]:
-    """Writes the files, runs them in turns, and returns the rows of ours against each peer.
+    """Writes the files, runs them in turns, and returns the rows of each against YOLO26-n.
 
     ``cases`` are names of files, by default all. ``quick`` uses small images and leaves out the
     files of Ultralytics, which need a network.
@@ -102,19 +101,18 @@ def list_files(side: int) -> dict[str, Callable[[Path], None]]:
     own_side = side * 3 // 4
     small = "custom/retinanet_285M_finetune.yaml"
     return {
-        "ours": partial(write_ours, _LITE0, side, ()),
-        "ours_480": partial(write_ours, _LITE0, own_side, ()),
-        "ours_384": partial(write_ours, _LITE0, side * 3 // 5, ()),
-        "ours_short": partial(write_ours, _LITE0, side, _SHORT),
-        "ours_285m": partial(write_ours, small, side, ()),
+        "ours": partial(write_ours, _LITE0, side),
+        "ours_480": partial(write_ours, _LITE0, own_side),
+        "ours_384": partial(write_ours, _LITE0, side * 3 // 5),
+        "ours_285m": partial(write_ours, small, side),
         _YOLO26_N: partial(write_yolo, "yolo26n.yaml", side),
         "yolo11n": partial(write_yolo, "yolo11n.yaml", side),
         "d_fine_n": partial(write_d_fine_n, side),
     }
 
 
-def write_ours(recipe: str, side: int, values: tuple[object, ...], path: Path) -> None:
-    """Writes the detector of a recipe, with config ``values``, for images of one size."""
+def write_ours(recipe: str, side: int, path: Path) -> None:
+    """Writes the detector of a recipe for images of one size."""
     from detectron2.modeling import build_model
 
     import qbheat_det  # noqa: F401  (registers the model)
@@ -122,7 +120,7 @@ def write_ours(recipe: str, side: int, values: tuple[object, ...], path: Path) -
     from qbheat_det.export.files import write_model
 
     size = ("INPUT.MIN_SIZE_TEST", 0)  # images are not resized
-    cfg = load_config(recipe, ["MODEL.DEVICE", "cpu", *size, *values])
+    cfg = load_config(recipe, ["MODEL.DEVICE", "cpu", *size])
     torch.manual_seed(0)
     write_model(build_model(cfg).eval(), cfg, path, image_size=(side, side))
 
@@ -245,21 +243,22 @@ def _run(worker: Worker, key: str) -> float:
 
 
 def compare(figures: Mapping[str, Figures], runtime: str) -> list[Result]:
-    """Returns the rows of each of our files against each peer in a runtime.
+    """Returns the rows of each file against YOLO26-n in a runtime.
 
-    Rows of the first answer and of memory are only against YOLO26-n.
+    Without YOLO26-n, the last file takes its place.
     """
-    ours = {name: each for name, each in figures.items() if name.startswith("ours")}
-    peers = {name: each for name, each in figures.items() if name not in ours}
+    peer = _YOLO26_N if _YOLO26_N in figures else list(figures)[-1]
+    theirs = figures[peer]
     rows = []
-    for name, mine in ours.items():
-        for peer, theirs in peers.items():
-            row = f"deploy/{runtime}_{name}_vs_{peer}"
-            median = mine.seconds.median
-            rows.append(Result.lower_is_better(row, median, theirs.seconds.median, "s"))
-            if peer == _YOLO26_N:
-                rows += [
-                    Result.lower_is_better(f"{row}_first_answer", mine.first, theirs.first, "s"),
-                    Result.lower_is_better(f"{row}_memory", mine.mib, theirs.mib, "MiB"),
-                ]
+    for name, mine in figures.items():
+        if name == peer:
+            continue
+        row = f"{runtime}_{name}_vs_{peer}"
+        rows += [
+            Result.lower_is_better(
+                f"deploy/time_{row}", mine.seconds.median, theirs.seconds.median, "s"
+            ),
+            Result.lower_is_better(f"deploy/first_answer_{row}", mine.first, theirs.first, "s"),
+            Result.lower_is_better(f"deploy/memory_{row}", mine.mib, theirs.mib, "MiB"),
+        ]
     return rows

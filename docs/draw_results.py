@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Draws docs/minutes.svg, docs/epochs.svg and docs/latency.svg, from docs/results.json.
+"""Draws the SVG files of docs/minutes, epochs, latency and speed, from docs/results.json.
 
 usage: python -m docs.draw_results
 
@@ -97,7 +97,36 @@ def draw_latency(measured: dict[str, Any]) -> Figure:
     return figure
 
 
-DRAWINGS = {"minutes": draw_minutes, "epochs": draw_epochs, "latency": draw_latency}
+@themed
+def draw_speed(measured: dict[str, Any]) -> Figure:
+    """Draws AP50 over the milliseconds for an image at each size, and the times of peers."""
+    figure, axes = start_chart(height=2.8)
+    axes.plot(measured["ms"], measured["ap50"], color=LINE_COLORS[0], marker="o")
+    for side, x, y in zip(measured["sides"], measured["ms"], measured["ap50"], strict=True):
+        axes.annotate(
+            f"{y:g} at {side} pixels",
+            (x, y),
+            (0, -16),
+            textcoords="offset points",
+            color=LINE_COLORS[0],
+            ha="center",
+        )
+    for name, x in measured["peers"]:
+        axes.axvline(x, color=AXIS_COLOR, linestyle=":")
+        axes.annotate(f" {name}", (x, 81), color=AXIS_COLOR)
+    axes.set_xlim(0, 60)
+    axes.set_ylim(50, 85)
+    axes.set_xlabel("milliseconds for an image")
+    axes.set_ylabel("AP50 (%)")
+    return figure
+
+
+DRAWINGS = {
+    "minutes": draw_minutes,
+    "epochs": draw_epochs,
+    "latency": draw_latency,
+    "speed": draw_speed,
+}
 
 
 def main() -> None:

@@ -48,6 +48,18 @@ def test_latencies_are_those_of_the_page(drawing):
     assert [bar.get_width() for bar in bars] == [value for _, value in seconds]
 
 
+def test_speeds_are_those_of_the_page(drawing):
+    rows = {row[0]: row for row in read_rows("performance.md")}
+    speed = drawing["read"]()["speed"]
+    for side, ms, ap50 in zip(speed["sides"], speed["ms"], speed["ap50"], strict=True):
+        assert rows[str(side)][2:4] == [f"{ap50:g}", f"{ms} ms"]
+    for name, ms in speed["peers"]:
+        assert rows[name][3] == f"{ms} ms"
+    line, *peers = drawing["draw_speed"](speed).axes[0].lines
+    assert [*line.get_ydata()] == speed["ap50"]
+    assert [peer.get_xdata()[0] for peer in peers] == [ms for _, ms in speed["peers"]]
+
+
 def test_each_drawing_is_committed(drawing):
     assert drawing["DRAWINGS"].keys() == drawing["read"]().keys()
     for name in drawing["DRAWINGS"]:

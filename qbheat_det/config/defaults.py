@@ -13,7 +13,6 @@ NETWORK_KEYS = (
     "MODEL.MOBILE_FORMER.VARIANT",
     "MODEL.FPN.BOTTOM_UP",
     "MODEL.FPN.OUT_CHANNELS",
-    "MODEL.TIMM.NUM_BLOCKS",
 )
 """Keys of the network. The weights of one config do not fit another config with other values."""
 
@@ -21,6 +20,7 @@ REMOVED_KEYS: dict[str, object] = {
     "MODEL.FPN.SEPARABLE": False,
     "MODEL.RETINANET.SEPARABLE_HEAD.ENABLED": False,
     "MODEL.RETINANET.SEPARABLE_HEAD.KERNEL_SIZE": 5,
+    "MODEL.TIMM.NUM_BLOCKS": [],
 }
 """Keys of earlier versions with their defaults. Files that were trained before may have these."""
 
@@ -69,9 +69,6 @@ _KEYS: dict[str, dict[str, Any]] = {
     },
     "MODEL.TIMM": {
         "OUT_FEATURES": ["s8", "s16"],  # feature maps of "timm:…", named by stride
-        # Number of blocks that each stage of an EfficientNet, MobileNetV3 or V4 keeps. The weights
-        # of the others are not used. Empty: all blocks.
-        "NUM_BLOCKS": [],
         # All BatchNorms keep their statistics, weights and biases, as Detectron2's "FrozenBN".
         "FREEZE_NORMS": False,
     },

@@ -205,7 +205,8 @@ def quantize_onnx(path: Path, images: Iterable[Images]) -> int:
 
     Weights have one scale per output channel. Activations have one scale per tensor, from their
     range on ``images`` (H, W, 3), uint8, in the file's pixel format. The file contains pairs of
-    QuantizeLinear and DequantizeLinear, which runtimes convert to integer products.
+    QuantizeLinear and DequantizeLinear, which runtimes convert to integer products. Raises a
+    ``UserError`` if there is nothing to quantize.
     """
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
@@ -225,6 +226,10 @@ def quantize_onnx(path: Path, images: Iterable[Images]) -> int:
     model = onnx.load(path)
     metadata = {entry.key: entry.value for entry in model.metadata_props}
     layers = _find_layers(model)
+    if not layers:  # the quantizer would take an empty list as all layers
+        raise UserError(
+            "no layer of this model is large enough for 8-bit integers: export it without them"
+        )
     with quiet("root"), contextlib.redirect_stdout(None):
         quantize_static(
             model,

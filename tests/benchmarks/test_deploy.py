@@ -49,22 +49,18 @@ def test_files_run_in_turns_and_a_damaged_one_is_left_out(tmp_path, capsys):
     assert "yolo26n, onnxruntime is left out" in capsys.readouterr().out
 
 
-def test_rows_are_of_ours_against_each_peer():
+def test_rows_are_of_each_file_against_yolo26_n():
     seconds = {"ours": 0.2, "ours_480": 0.1, "yolo26n": 0.15, "d_fine_n": 0.3}
     figures = {name: Figures(Sample.of([s]), 10 * s, 100 * s) for name, s in seconds.items()}
-    ratios = {row.name.removeprefix("deploy/"): row.ratio for row in compare(figures, "openvino")}
-    assert ratios == pytest.approx(
-        {
-            "openvino_ours_vs_yolo26n": 0.75,
-            "openvino_ours_vs_yolo26n_first_answer": 0.75,
-            "openvino_ours_vs_yolo26n_memory": 0.75,
-            "openvino_ours_vs_d_fine_n": 1.5,
-            "openvino_ours_480_vs_yolo26n": 1.5,
-            "openvino_ours_480_vs_yolo26n_first_answer": 1.5,
-            "openvino_ours_480_vs_yolo26n_memory": 1.5,
-            "openvino_ours_480_vs_d_fine_n": 3.0,
-        }
-    )
+    rows = {row.name: row for row in compare(figures, "openvino")}
+    expected = {}
+    for name, ratio in {"ours": 0.75, "ours_480": 1.5, "d_fine_n": 0.5}.items():
+        for what in ("time", "first_answer", "memory"):
+            expected[f"deploy/{what}_openvino_{name}_vs_yolo26n"] = ratio
+    assert {name: row.ratio for name, row in rows.items()} == pytest.approx(expected)
+    assert rows["deploy/time_openvino_ours_vs_yolo26n"].ours == 0.2
+    assert rows["deploy/first_answer_openvino_ours_vs_yolo26n"].ours == 2
+    assert rows["deploy/memory_openvino_ours_vs_yolo26n"].peer == 15
 
 
 def test_a_peer_that_cannot_be_installed_is_left_out(monkeypatch, tmp_path):

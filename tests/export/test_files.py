@@ -20,7 +20,7 @@ from qbheat_det.checkpoint import (
 from qbheat_det.core.errors import UserError
 from qbheat_det.export import export_model
 from qbheat_det.export.agreement import Agreement, compare_detections
-from qbheat_det.export.files import _find_layers, read_images, write_model
+from qbheat_det.export.files import _find_layers, quantize_onnx, read_images, write_model
 from qbheat_det.inference.exported import ExportedModel
 from qbheat_det.inference.images import find_inputs, read_rgb
 from qbheat_det.inference.predict import build_predictor
@@ -154,13 +154,23 @@ def test_depthwise_convolutions_before_the_second_stride_stay_in_float():
         onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
         for name, shape in shapes.items()
     )
-    model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [given], [found], weights))
+    graph = onnx.helper.make_graph(nodes, "g", [given], [found], weights)
+    model = onnx.helper.make_model(graph)
     assert _find_layers(onnx.shape_inference.infer_shapes(model)) == [
         "stem",
         "dense",
         "strided",
         "late",
     ]
+
+
+def test_a_file_without_large_layers_is_not_quantized(tmp_path):
+    onnx = pytest.importorskip("onnx")
+    text = '<ir_version: 8, opset_import: ["": 17]> g (float[1] x) => (float[1] y) { y = Relu(x) }'
+    path = tmp_path / "relu.onnx"
+    onnx.save(onnx.parser.parse_model(text), path)
+    with pytest.raises(UserError, match="without them"):
+        quantize_onnx(path, [])
 
 
 FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32"}  # by default some CPUs compute in bfloat16

@@ -54,7 +54,6 @@ class TimmBackbone(Backbone):
         freeze_at: int = 0,
         in_channels: int = 3,
         pixels: Pixels | None = None,
-        num_blocks: Sequence[int] = (),
         freeze_norms: bool = False,
     ) -> None:
         """
@@ -68,15 +67,12 @@ class TimmBackbone(Backbone):
             in_channels: channels of the image.
             pixels: the pixels that the model passes to the backbone. A warning is logged if weights
                 are loaded that were trained on others.
-            num_blocks: number of blocks that each stage keeps, of models such as EfficientNet
-                (``shorten_stages``). By default all blocks are kept.
             freeze_norms: whether all BatchNorms keep their statistics, weights and biases, as
                 Detectron2's "FrozenBN".
 
         Raises:
             UserError: timm has no such model, or its feature maps do not have fixed strides.
-            ValueError: an output name is unknown, or ``freeze_at`` or ``num_blocks`` is out of
-                range.
+            ValueError: an output name is unknown, or ``freeze_at`` is negative.
         """
         super().__init__()
         check_value(freeze_at >= 0, "BACKBONE.FREEZE_AT", freeze_at, "at least 0")
@@ -94,9 +90,6 @@ class TimmBackbone(Backbone):
         # Sorted from the first to the last stage.
         self._out_features = sorted(set(out_features), key=lambda key: infos[key]["index"])
         names_before = set(self.net.state_dict())
-        if num_blocks:
-            shorten_stages(self.net, num_blocks)
-            infos = _list_maps(self.net, name)
         self._indices = self.net.prune_intermediate_layers(
             [infos[key]["index"] for key in self._out_features], prune_norm=True
         )
@@ -200,40 +193,6 @@ class TimmBackbone(Backbone):
                 self.net.set_submodule(path, FrozenNorm.from_norm(module))
 
 
-def shorten_stages(net: nn.Module, num_blocks: Sequence[int]) -> None:
-    """Removes the last blocks of the stages of a timm model, and corrects its ``feature_info``.
-
-    Args:
-        net: the timm model. Its stages are in ``blocks``, as in EfficientNet.
-        num_blocks: number of blocks that each stage keeps.
-
-    Raises:
-        ValueError: the model has no such stages, a number is out of range, a removed block changes
-            the width of its stage, or no block is left that computes one of the model's strides.
-    """
-    key = "TIMM.NUM_BLOCKS"
-    given = list(num_blocks)
-    stages: Any = getattr(net, "blocks", None)
-    stage_ends: Any = getattr(net, "stage_ends", None)  # the last stage of each feature map, from 1
-    has_stages = isinstance(stages, nn.Sequential) and stage_ends is not None
-    check_value(has_stages, key, given, "[], because this model has no stages named blocks")
-    sizes = [len(stage) for stage in stages]
-    last_strided = stage_ends[-2]  # the first stage of the coarsest map, from 0
-    for index, number in enumerate(given):
-        lowest = int(index <= last_strided or any(given[index + 1 :]))
-        is_allowed = len(given) == len(sizes) and lowest <= number <= sizes[index]
-        allowed = f"at most {sizes}, at least 1, and 0 only behind the stage {last_strided + 1}"
-        check_value(is_allowed, key, given, allowed)
-        widths = [block.feature_info("bottleneck")["num_chs"] for block in stages[index]]
-        is_same_width = not number or widths[number - 1] == widths[-1]
-        check_value(is_same_width, key, given, f"{widths} are the widths of stage {index + 1}")
-        stages[index] = stages[index][:number]
-        if number:
-            last_width = widths[number - 1]
-    infos: Any = net.feature_info
-    infos[-1]["num_chs"] = last_width
-
-
 def list_outputs(name: str) -> list[str]:
     """Lists a timm model's feature maps, finest first. Raises a ``UserError`` if it has none."""
     check_timm_name(name)
@@ -273,7 +232,6 @@ def register_timm_backbone(name: str) -> None:
             freeze_at=cfg.MODEL.BACKBONE.FREEZE_AT,
             in_channels=input_shape.channels,
             pixels=Pixels.from_config(cfg),
-            num_blocks=cfg.MODEL.TIMM.NUM_BLOCKS,
             freeze_norms=cfg.MODEL.TIMM.FREEZE_NORMS,
         )
 

@@ -74,46 +74,6 @@ def test_padding_gives_timms_maps_in_graphs_of_any_size_and_of_a_known_one(kerne
     torch.testing.assert_close(traceable(x), plain(x), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["tf_efficientnet_lite0", "mobilenetv3_large_100"])
-def test_stages_without_their_last_blocks_are_the_rest_of_the_network(name):
-    torch.manual_seed(0)
-    net = timm.create_model(name, pretrained=False).eval()
-    sizes = [len(stage) for stage in net.blocks]
-    num_blocks = [*(max(1, size - 1) for size in sizes[:-1]), 0]
-    backbone = TimmBackbone(name=name, out_features=EVERY_STRIDE, num_blocks=num_blocks).eval()
-    backbone.load_state_dict(
-        {f"net.{key}": value for key, value in net.state_dict().items()}, strict=False
-    )
-    x = torch.randn(1, 3, 64, 96)
-    found = backbone(x)
-    y = net.bn1(net.conv_stem(x))
-    maps = []
-    for stage, number in zip(net.blocks, num_blocks, strict=True):
-        for block in list(stage)[:number]:
-            y = block(y)
-        maps.append(y)
-    for key, feature_map in found.items():
-        expected = [y for y in maps if y.shape[2:] == feature_map.shape[2:]][-1]
-        torch.testing.assert_close(feature_map, expected)
-        assert backbone.output_shape()[key].channels == expected.shape[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "num_blocks"),
-    [
-        ("resnet18", [1, 1, 1, 1]),
-        ("mobilenetv4_conv_small", [2, 1, 6, 6, 1]),
-        ("tf_efficientnet_lite0", [1, 2, 2]),
-        ("tf_efficientnet_lite0", [1, 2, 2, 3, 3, 5, 1]),
-        ("tf_efficientnet_lite0", [1, 2, 0, 3, 3, 4, 1]),
-        ("tf_efficientnet_lite0", [1, 2, 2, 3, 3, 0, 0]),
-    ],
-)
-def test_stages_that_cannot_be_shortened_are_named(name, num_blocks):
-    with pytest.raises(ValueError, match=r"MODEL\.TIMM\.NUM_BLOCKS"):
-        TimmBackbone(name=name, out_features=["s8"], num_blocks=num_blocks)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_what_lies_behind_the_last_output_is_cut_and_the_rest_is_the_same(name):
     torch.manual_seed(0)
