@@ -106,14 +106,14 @@ def draw_speed(measured: dict[str, Any]) -> Figure:
         axes.annotate(
             f"{y:g} at {side} pixels",
             (x, y),
-            (0, -16),
+            (0, 10),
             textcoords="offset points",
             color=LINE_COLORS[0],
-            ha="center",
+            ha="right" if side == min(measured["sides"]) else "left",
         )
-    for name, x in measured["peers"]:
+    for row, (name, x) in enumerate(measured["peers"]):
         axes.axvline(x, color=AXIS_COLOR, linestyle=":")
-        axes.annotate(f" {name}", (x, 81), color=AXIS_COLOR)
+        axes.annotate(f" {name}", (x, 57 - 5 * row), color=AXIS_COLOR)
     axes.set_xlim(0, 60)
     axes.set_ylim(50, 85)
     axes.set_xlabel("milliseconds for an image")
