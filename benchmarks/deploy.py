@@ -8,8 +8,8 @@ Ultralytics (AGPL) is not imported: its program ``yolo`` writes the files, in an
 own, which is made in the cache on demand.
 
 Each file runs in a process without PyTorch, and the processes take turns. With ``--clock cpu``, the
-times are CPU seconds of all threads. Use it with ``--threads 1``, because waiting threads of
-onnxruntime take CPU time too. Rows of memory have the process's peak. Rows of the first answer have
+times are CPU seconds of all threads. Use it with ``--threads 1``, because threads that wait during
+a run take CPU time too. Rows of memory have the process's peak. Rows of the first answer have
 the wall time from the start of the program, with its imports.
 """
 
@@ -247,6 +247,8 @@ def compare(figures: Mapping[str, Figures], runtime: str) -> list[Result]:
 
     Without YOLO26-n, the last file takes its place.
     """
+    if not figures:
+        return []
     peer = _YOLO26_N if _YOLO26_N in figures else list(figures)[-1]
     theirs = figures[peer]
     rows = []

@@ -14,8 +14,6 @@ Object Detectors without Catastrophic Forgetting" (arXiv:1708.06977). Each cell 
   kept    new images, from the weights of ``old``, with --keep-classes
   both    old and new images, from the weights of ``old``, with --keep-classes
   merged  old and new images, from ImageNet weights
-  again   the same images, from the weights of ``merged``, with --keep-classes: a class learns from
-          ``merged`` in the images in which it has no labels
   half    half of the training images with all labels, from ImageNet weights
   joint   all training images with all labels, from ImageNet weights
 Each is judged on all validation images with all labels. A finished cell is not trained again.
@@ -95,7 +93,6 @@ CELLS = {
     "kept": Cell(("new",), starts_from="old", keeps_classes=True),
     "both": Cell(("new", "old"), starts_from="old", keeps_classes=True),
     "merged": Cell(("new", "old")),
-    "again": Cell(("new", "old"), starts_from="merged", keeps_classes=True),
     "half": Cell(("half",)),
     "joint": Cell(("joint",)),
 }

@@ -22,6 +22,7 @@ from detectron2.utils.events import (
     TensorboardXWriter,
     get_event_storage,
 )
+from timm.layers import FrozenBatchNormAct2d
 from torch import nn
 from tqdm import tqdm
 
@@ -200,6 +201,11 @@ def warn_of_weights(model: nn.Module, cfg: CfgNode) -> None:
         logger.warning(
             f"The {type(encoder).__name__} is frozen with random weights: set MODEL.WEIGHTS, "
             "unless this is a baseline"
+        )
+    elif any(isinstance(module, FrozenBatchNormAct2d) for module in encoder.modules()):
+        logger.warning(
+            f"The {type(encoder).__name__} has random weights and frozen BatchNorms: set "
+            "MODEL.WEIGHTS, or MODEL.BACKBONE.FREEZE_AT 0 MODEL.TIMM.FREEZE_NORMS False"
         )
 
 

@@ -21,7 +21,7 @@ from detectron2.config import CfgNode
 from detectron2.engine import HookBase
 from detectron2.utils import comm
 
-from qbheat_det.config import dump_config
+from qbheat_det.config import dump_config, get_cfg
 from qbheat_det.config.loading import EPOCH_KEYS, read_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import RUN_FILE
@@ -78,14 +78,16 @@ def check_same_config(saved: str, cfg: CfgNode) -> dict[str, object]:
     """
     before = read_values(saved)
     now = read_values(dump_config(cfg))
+    # An earlier version, whose configs lack a key, did what the default of the key does.
+    with_defaults = {**read_values(dump_config(get_cfg())), **before} if before else {}
     changes: dict[str, str] = {}  # text about each key that differs
-    for key in sorted(now.keys() & before.keys()):
+    for key in sorted(now.keys() & with_defaults.keys()):
         if key == "MODEL.WEIGHTS":  # a resumed run does not read them
             continue
         if key == "SEED" and cfg.SEED < 0:  # the run keeps its seed
             continue
-        if before[key] != now[key]:
-            changes[key] = f"{key} {before[key]} -> {now[key]}"
+        if with_defaults[key] != now[key]:
+            changes[key] = f"{key} {with_defaults[key]} -> {now[key]}"
     allowed_patterns = (*_CHANGEABLE, *_LENGTH)
     refused = []
     for key in changes:

@@ -269,11 +269,13 @@ def _find_layers(model: Any) -> list[str]:
     values = (*model.graph.value_info, *model.graph.output)
     output_shapes = {value.name: value.type.tensor_type.shape.dim for value in values}
     names = []
-    num_strided = 0  # layers so far whose stride is above 1
+    strides: dict[str, int] = {}  # of maps, relative to the image
     for node in model.graph.node:
         attributes = {attribute.name: attribute for attribute in node.attribute}
-        if "strides" in attributes and max(attributes["strides"].ints) > 1:
-            num_strided += 1
+        stride = max((strides[name] for name in node.input if name in strides), default=1)
+        if "strides" in attributes:
+            stride *= max(attributes["strides"].ints)
+        strides.update(dict.fromkeys(node.output, stride))
         if node.op_type not in _QUANTIZED or node.input[1] not in weight_shapes:
             continue
         groups = attributes["group"].i if "group" in attributes else 1
@@ -286,7 +288,7 @@ def _find_layers(model: Any) -> list[str]:
             num_positions = math.prod(lengths[-2:-1])
         weight_shape = weight_shapes[node.input[1]]  # of a convolution: (outputs, inputs, …)
         is_dense = groups == 1 and min(weight_shape[:2]) >= _MIN_CHANNELS
-        is_depthwise = groups > 1 and groups == weight_shape[0] and num_strided > 1
+        is_depthwise = groups > 1 and groups == weight_shape[0] and stride > 2
         if num_positions >= _MIN_POSITIONS and (is_dense or is_depthwise):
             names.append(node.name)
     return names

@@ -181,6 +181,16 @@ def test_a_resumed_run_has_the_config_that_it_began_with(key, before, now, may_c
             check_same_config(saved, cfg)
 
 
+def test_a_key_that_is_newer_than_the_checkpoint_had_its_default():
+    cfg = get_cfg()
+    saved = cfg.clone()
+    del saved.MODEL.TIMM["FREEZE_NORMS"]
+    check_same_config(saved.dump(), cfg)
+    cfg.MODEL.TIMM.FREEZE_NORMS = True
+    with pytest.raises(UserError, match=r"MODEL\.TIMM\.FREEZE_NORMS False -> True"):
+        check_same_config(saved.dump(), cfg)
+
+
 def _resolve(opts, num_images):
     """Returns the config of a run with the keys in iterations."""
     cfg = get_cfg()

@@ -168,7 +168,8 @@ def build_bare_backbone(cfg: CfgNode) -> Backbone:
     Raises a ``UserError`` if the config names an unknown backbone or an unknown output.
     """
     try:
-        backbone = build_backbone(with_values(cfg, {"MODEL.BACKBONE.FREEZE_AT": 0}))
+        trained = {"MODEL.BACKBONE.FREEZE_AT": 0, "MODEL.TIMM.FREEZE_NORMS": False}
+        backbone = build_backbone(with_values(cfg, trained))
     except (KeyError, ValueError) as error:
         name = cfg.MODEL.BACKBONE.NAME
         raise UserError(f"MODEL.BACKBONE.NAME {name} cannot be built: {error}") from error

@@ -103,7 +103,7 @@ class TimmBackbone(Backbone):
         # Detectron2's Backbone builds output_shape() from these two.
         self._out_feature_channels = {key: infos[key]["num_chs"] for key in self._out_features}
         self._out_feature_strides = {key: infos[key]["reduction"] for key in self._out_features}
-        sources = self._find_sources(name, infos, in_channels)
+        sources, self.norm_inputs = self._find_sources(name, infos, in_channels)
         self._freeze(freeze_at, sources, freeze_norms=freeze_norms)
         accept_prefixes(self)
         check_trained_pixels(self, pixels)
@@ -129,10 +129,11 @@ class TimmBackbone(Backbone):
 
     def _find_sources(
         self, name: str, infos: Mapping[str, dict[str, Any]], in_channels: int
-    ) -> dict[str, set[str]]:
-        """Runs the network once. Returns the names of the parameters that each map depends on.
+    ) -> tuple[dict[str, set[str]], dict[str, str]]:
+        """Runs the network once.
 
-        Raises a ``UserError`` if a feature map does not have the shape that timm lists.
+        Returns the names of the parameters that each map depends on, and ``norm_inputs``. Raises a
+        ``UserError`` if a feature map does not have the shape that timm lists.
         """
         last_index = max(self._indices)
         built = {key: info for key, info in infos.items() if info["index"] <= last_index}
@@ -145,7 +146,7 @@ class TimmBackbone(Backbone):
                 feature_maps = self._compute_maps(x, [info["index"] for info in built.values()])
             except Exception as error:  # models raise errors of many types
                 raise _refusal(name, f"({type(error).__name__})") from error
-            self.norm_inputs = norm_inputs.find(feature_maps)
+            pairs = norm_inputs.find(feature_maps)
             sources: dict[str, set[str]] = {}
             for (key, info), feature_map in zip(built.items(), feature_maps, strict=True):
                 height, width = (math.ceil(side / info["reduction"]) for side in _PROBE_SIZE)
@@ -165,7 +166,7 @@ class TimmBackbone(Backbone):
                     if gradient is not None:
                         sources[key].add(parameter)
         self.net.train()
-        return sources
+        return sources, pairs
 
     def _freeze(
         self, freeze_at: int, sources: Mapping[str, set[str]], *, freeze_norms: bool

@@ -13,6 +13,7 @@ from torch.export import Dim
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import TimmBackbone
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.modeling.backbone.timm_backbone import TraceableConv2dSame
 
 NAMES = ("resnet18", "efficientnet_b0", "mobilenetv4_conv_small", "convnext_atto")
@@ -116,6 +117,9 @@ def test_all_norms_can_be_frozen_while_convolutions_train():
     cfg.MODEL.TIMM.FREEZE_NORMS = True
     backbone = build_backbone(cfg).train()
     norms = {name for name, module in backbone.named_modules() if hasattr(module, "running_var")}
+    bare = build_bare_backbone(cfg)
+    assert all(parameter.requires_grad for parameter in bare.parameters())
+    assert len([*bare.parameters()]) == len([*backbone.parameters()]) + 2 * len(norms)
     before = copy.deepcopy(backbone.state_dict())
     loss = sum(out.square().mean() for out in backbone(torch.randn(2, 3, 64, 64)).values())
     loss.backward()
