@@ -41,6 +41,7 @@ _NOT_COMPARED = (
     "MODEL.JOINED.",
     "MODEL.KEEP_CLASSES.",
     "MODEL.SEMI.",
+    "MODEL.TIMM.FREEZE_NORMS",
     "MODEL.WEIGHTS",
 )
 # Keys that must be equal, and how to make them so.
