@@ -20,6 +20,7 @@ REMOVED_KEYS: dict[str, object] = {
     "MODEL.FPN.SEPARABLE": False,
     "MODEL.RETINANET.SEPARABLE_HEAD.ENABLED": False,
     "MODEL.RETINANET.SEPARABLE_HEAD.KERNEL_SIZE": 5,
+    "MODEL.RETINANET.SEPARABLE_HEAD.SHARES_TOWER": True,
     "MODEL.TIMM.NUM_BLOCKS": [],
 }
 """Keys of earlier versions with their defaults. Files that were trained before may have these."""

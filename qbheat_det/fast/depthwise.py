@@ -29,8 +29,7 @@ class _Depthwise(FastForm):
     @classmethod
     def is_faster_for(cls, layer: nn.Module) -> bool:
         assert isinstance(layer, nn.Conv2d)
-        has_zeros = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-        return is_slow_depthwise(layer) and has_zeros
+        return is_slow_depthwise(layer) and pads_with_zeros(layer)
 
     def convolve(self, x: Tensor, padding: Pair) -> Tensor:
         """Convolves a map (N, C, H, W) with ``padding`` (rows, columns)."""
@@ -72,6 +71,11 @@ def is_slow_depthwise(layer: nn.Conv2d) -> bool:
     """Returns whether a convolution is depthwise, and oneDNN lacks a fast kernel for a gradient."""
     is_depthwise = layer.groups > 1 and layer.groups == layer.in_channels
     return is_depthwise and (max(layer.stride) > 1 or layer.kernel_size[1] > _MAX_COLUMNS)
+
+
+def pads_with_zeros(layer: nn.Conv2d) -> bool:
+    """Returns whether a convolution pads by numbers of zeros, as ``conv2d`` does."""
+    return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
 
 
 class Settings(NamedTuple):

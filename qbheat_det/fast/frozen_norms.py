@@ -19,7 +19,7 @@ from qbheat_det.modeling.backbone.timm_backbone import (
     TraceableConv2dSame,
 )
 
-from .depthwise import Pair, Settings, convolve_depthwise, is_slow_depthwise
+from .depthwise import Pair, Settings, convolve_depthwise, is_slow_depthwise, pads_with_zeros
 from .form import FastForm
 
 
@@ -51,6 +51,7 @@ class NormedConv2d(FastForm, nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         """Takes a feature map (N, C, H, W) and returns a feature map (N, C', H', W')."""
         (norm,) = self._norm
+        # PyTorch's fuse_conv_bn_weights returns new parameters, which would get the gradients.
         scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
         offset = norm.bias - norm.running_mean * scale
         weight = self.weight * scale[:, None, None, None]
@@ -82,7 +83,7 @@ def fold_frozen_norms(model: nn.Module) -> None:
             if type(norm) is not FrozenNorm or type(conv) not in (nn.Conv2d, TraceableConv2dSame):
                 continue
             conv = cast(nn.Conv2d, conv)
-            if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
+            if not pads_with_zeros(conv):
                 continue
             folded = cast(FrozenNorm, FoldedNorm.of(norm))
             net.set_submodule(norm_name, folded)

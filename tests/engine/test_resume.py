@@ -333,3 +333,15 @@ def test_weights_for_other_pixels_and_a_frozen_random_encoder_are_warned_of(tmp_
     cfg.INPUT.FORMAT = "BGR" if cfg.INPUT.FORMAT == "RGB" else "RGB"
     warn_of_weights(model, cfg)
     assert "INPUT.FORMAT" in caplog.text
+
+
+def test_frozen_norms_of_random_weights_are_warned_of(caplog):
+    recipe = get_config_path("custom/retinanet_lite0_finetune.yaml")
+    words = ["MODEL.DEVICE", "cpu", "MODEL.WEIGHTS", "", "MODEL.BACKBONE.FREEZE_AT", "0"]
+    cfg = load_config(recipe, words)
+    warn_of_weights(build_model(cfg), cfg)
+    assert "MODEL.TIMM.FREEZE_NORMS False" in caplog.text
+    caplog.clear()
+    cfg.MODEL.TIMM.FREEZE_NORMS = False
+    warn_of_weights(build_model(cfg), cfg)
+    assert "frozen" not in caplog.text

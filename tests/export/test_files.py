@@ -130,7 +130,7 @@ def test_files_of_one_size_and_of_integers_find_what_pytorch_finds(root):
     assert ExportedModel.open(output, device="cpu").info.category_ids
 
 
-def test_depthwise_convolutions_before_the_second_stride_stay_in_float():
+def test_depthwise_convolutions_at_strides_1_and_2_stay_in_float():
     onnx = pytest.importorskip("onnx")
     nodes, weights = [], []
 
