@@ -237,6 +237,11 @@ _KEYS: dict[str, dict[str, Any]] = {
         # The split is stratified by class, the same for all SEEDs, and is in OUTPUT_DIR/split.json.
         "VAL_FRACTION": 0.2,
     },
+    "DATALOADER": {
+        # Form batches of augmented images of about the same size: rounded up to multiples of this
+        # number of pixels, their sizes are equal. Replaces ASPECT_RATIO_GROUPING. 0: off.
+        "SIZE_GROUPING": 0,
+    },
     "INPUT": {
         # "default": Detectron2's DatasetMapper. "detr": flips, scales and crops as in DETR.
         # "pretrain": random crop without annotations. "classify": the same with INPUT.CLASSIFY and

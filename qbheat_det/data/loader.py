@@ -12,7 +12,8 @@ import os
 import signal
 import time
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,7 +30,7 @@ from qbheat_det.core.seeding import IMAGE, preserved_randomness, seed_place
 from qbheat_det.data.checks import DataError, count_files, refuse_broken_half
 from qbheat_det.modeling.contracts import ANNOTATED_CLASSES, TILE, UNLABELLED
 
-from .mappers import FixedViews, Mapper, build_mapper, number_records
+from .mappers import FixedViews, Mapper, build_mapper, find_size, number_records
 from .unlabelled import build_strong_views, load_unlabelled
 from .workers import find_timeout, receive_batches, share_batch, start_workers
 
@@ -70,6 +71,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         mapper: Mapper,
         batch_size: int,
         aspect_ratio_grouping: bool = False,
+        size_grouping: int = 0,
         num_workers: int = 0,
         seed: int = 0,
         pin_memory: bool = False,
@@ -85,6 +87,9 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
                 processes may differ by one image.
             aspect_ratio_grouping: form batches of only wide or only tall images, which need less
                 padding. Every record then needs "width" and "height".
+            size_grouping: form batches of augmented images of about the same size, which need even
+                less padding: rounded up to multiples of this number of pixels, their sizes are
+                equal. 0 does not. The mapper then needs a method ``find_size``.
             num_workers: number of worker processes. 0 loads images in this process.
             seed: seed of the order and the augmentation.
             pin_memory: return tensors in pinned memory.
@@ -116,7 +121,10 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         self._pin_memory = pin_memory
         self._repeat_factors = repeat_factors
         self._is_wide: np.ndarray | None = None
-        if aspect_ratio_grouping:
+        self._sizes: _AugmentedSizes | None = None
+        if size_grouping:
+            self._sizes = _AugmentedSizes(self.dataset, mapper, multiple=size_grouping)
+        elif aspect_ratio_grouping:
             self._is_wide = _are_wide(dataset)
         self.unlabelled = unlabelled
         self.waiting_since: float | None = None
@@ -205,10 +213,14 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             sampler = RepeatFactorTrainingSampler(self._repeat_factors, seed=self.seed)
         # ``__iter__`` of Detectron2's samplers would yield only this process's indices.
         entries = enumerate(sampler._infinite_indices())
-        if self._is_wide is None:
-            batches = _group_in_order(entries, self.batch_size)
-        else:
-            batches = _group_by_shape(entries, self._is_wide, self.batch_size)
+        batches = _group_in_order(entries, self.batch_size)
+        if self._sizes is not None:
+            sized = self._sizes.iterate(batches, self.seed)
+            batches = _group_by_shape(sized, self.batch_size)
+        elif self._is_wide is not None:
+            is_wide = self._is_wide
+            shaped = ((entry, is_wide[entry[1]]) for entry in entries)
+            batches = _group_by_shape(shaped, self.batch_size)
         yield from itertools.islice(batches, self.start, None)
 
 
@@ -258,6 +270,37 @@ class _SeededImages(Dataset[dict[str, Any]]):
         raise UserError(message)
 
 
+class _AugmentedSizes:
+    """Finds the sizes of augmented images before they are read.
+
+    The augmentation of an image depends only on the seed and the image's position, so drawing its
+    random numbers here does not change those of the image.
+    """
+
+    def __init__(self, dataset: DatasetFromList, mapper: Mapper, *, multiple: int) -> None:
+        """Raises a ``UserError`` if the mapper cannot tell the sizes of images."""
+        self._dataset = dataset
+        self._mapper = mapper
+        self._multiple = multiple
+        with preserved_randomness():
+            find_size(mapper, dataset[0])  # raises an error if it cannot
+
+    def iterate(
+        self, batches: Iterable[list[Entry]], seed: int
+    ) -> Iterator[tuple[Entry, tuple[int, int]]]:
+        """Yields entries with the height and width of their images, as numbers of multiples."""
+        for entries in batches:
+            # The random generators are saved once per batch, as saving takes longer than seeding.
+            with preserved_randomness():
+                sizes = [self._draw(seed, position, index) for position, index in entries]
+            yield from zip(entries, sizes, strict=True)
+
+    def _draw(self, seed: int, position: int, index: int) -> tuple[int, int]:
+        seed_place(seed, IMAGE, position)
+        height, width = find_size(self._mapper, self._dataset[index])
+        return -(-height // self._multiple), -(-width // self._multiple)
+
+
 def cut(items: Sequence[T], parts: int) -> list[list[T]]:
     """Divides a sequence into consecutive parts whose lengths differ by at most one."""
     result = []
@@ -304,6 +347,7 @@ def build_train_stream(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> Train
         mapper=mapper,
         batch_size=cfg.SOLVER.IMS_PER_BATCH,
         aspect_ratio_grouping=cfg.DATALOADER.ASPECT_RATIO_GROUPING,
+        size_grouping=cfg.DATALOADER.SIZE_GROUPING,
         repeat_factors=repeat_factors,
         unlabelled=unlabelled,
         **settings,
@@ -345,19 +389,18 @@ def _group_in_order(entries: Iterator[Entry], batch_size: int) -> Iterator[list[
 
 
 def _group_by_shape(
-    entries: Iterable[Entry], is_wide: np.ndarray, batch_size: int
+    entries: Iterable[tuple[Entry, Hashable]], batch_size: int
 ) -> Iterator[list[Entry]]:
-    """Yields batches of only wide or only tall images, each as soon as it is full.
+    """Yields batches of entries with equal shapes, each as soon as it is full.
 
-    ``is_wide`` (N,) tells which images of the data set are wider than tall.
+    ``entries`` are pairs of an entry and the shape of its image.
     """
-    buckets: tuple[list[Entry], list[Entry]] = ([], [])
-    for position, index in entries:
-        bucket = buckets[int(is_wide[index])]
-        bucket.append((position, index))
-        if len(bucket) == batch_size:
-            yield list(bucket)
-            bucket.clear()
+    waiting: defaultdict[Hashable, list[Entry]] = defaultdict(list)
+    for entry, shape in entries:
+        batch = waiting[shape]
+        batch.append(entry)
+        if len(batch) == batch_size:
+            yield waiting.pop(shape)
 
 
 def _are_wide(dataset: Sequence[dict[str, Any]]) -> np.ndarray:

@@ -49,12 +49,23 @@ def take(stream, steps, start=0):
     return list(itertools.islice(iter(stream), steps))
 
 
-@pytest.mark.parametrize("grouped", [False, True])
+class Sized:
+    """A mapper of images with random sizes."""
+
+    def __call__(self, entry):
+        return {**entry, "size": self.find_size(entry)}
+
+    def find_size(self, entry):
+        return tuple(int(side) for side in np.random.randint(1, 129, 2))
+
+
+@pytest.mark.parametrize("options", [{}, {"aspect_ratio_grouping": True}, {"size_grouping": 64}])
 @pytest.mark.parametrize("start", [0, 1, 7])
-def test_a_stream_that_starts_late_is_the_rest_of_the_whole_one(grouped, start):
-    whole = take(make_stream(aspect_ratio_grouping=grouped, seed=3), 12)
-    late = take(make_stream(aspect_ratio_grouping=grouped, seed=3), 12 - start, start)
-    assert late == whole[start:]
+def test_a_stream_that_starts_late_is_the_rest_of_the_whole_one(options, start):
+    def build():
+        return TrainStream(dataset(10), mapper=Sized(), batch_size=4, seed=3, **options)
+
+    assert take(build(), 12 - start, start) == take(build(), 12)[start:]
 
 
 def test_workers_change_neither_order_nor_augmentation():
@@ -81,6 +92,22 @@ def test_grouped_batches_hold_wide_or_tall_images_and_lose_none():
     seen = [entry["id"] for batch in batches for entry in batch]
     # 120 images are ten epochs; what waits for its batch to fill is fewer than three of a kind.
     assert all(9 <= seen.count(index) <= 11 for index in range(12))
+
+
+def test_batches_of_equal_sizes_hold_the_same_images_as_others():
+    def build(**options):
+        return TrainStream(dataset(12), mapper=Sized(), batch_size=3, seed=7, **options)
+
+    batches = take(build(size_grouping=64), 40)
+    for batch in batches:
+        canvases = {(height > 64, width > 64) for height, width in (one["size"] for one in batch)}
+        assert len(canvases) == 1
+        assert len(batch) == 3
+    grouped = {(one["id"], one["size"]) for batch in batches for one in batch}
+    plain = {(one["id"], one["size"]) for batch in take(build(), 44) for one in batch}
+    # Four kinds of which up to two images wait: 120 images are among the first 128.
+    assert len(grouped) > 115
+    assert grouped <= plain
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -127,6 +154,8 @@ def test_streams_that_cannot_be_are_refused(monkeypatch):
         TrainStream([], mapper=augment, batch_size=1)
     with pytest.raises(UserError, match=r"DATALOADER\.ASPECT_RATIO_GROUPING"):
         TrainStream([{"id": 1}], mapper=augment, batch_size=1, aspect_ratio_grouping=True)
+    with pytest.raises(UserError, match=r"DATALOADER\.SIZE_GROUPING"):
+        make_stream(size_grouping=64)
     with pytest.raises(UserError, match="1000 images"):
         next(iter(TrainStream(dataset(2), mapper=lambda entry: None, batch_size=1)))
     monkeypatch.setattr(comm, "get_world_size", lambda: 3)

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from detectron2.data import DatasetMapper
+from detectron2.data import transforms as T
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.seeding import seed_place
 from qbheat_det.data import DataError, FixedViews, PretrainingMapper, build_mapper
 from qbheat_det.data.mappers import (
     DATASET_MAPPERS,
@@ -20,6 +22,7 @@ from qbheat_det.data.mappers import (
     NamingMapper,
     TwoViewMapper,
     crops,
+    find_size,
     number_records,
 )
 from qbheat_det.modeling.contracts import TILE
@@ -174,6 +177,39 @@ def test_sizes_are_those_of_the_recipe(record):
         kept += abs(width / height - 1.25) < 0.01
     assert short == set(sizes)
     assert 12 <= kept <= 36
+
+
+@pytest.mark.parametrize("tile", [None, (20, 30, 300, 200)])
+@pytest.mark.parametrize("name", ["default", "detr"])
+def test_the_size_is_known_before_the_file_is_read(name, tile, record):
+    cfg = make_cfg(MIN_SIZE_TRAIN=(100, 120, 150), MAX_SIZE_TRAIN=180, TILE=300)
+    cfg.INPUT.DATASET_MAPPER_NAME = name
+    views = FixedViews(build_mapper(cfg, True), 3, seed=1)
+    if tile is not None:
+        record = {**record, TILE: tile}
+    (record,) = number_records([record])
+    sizes = set()
+    for mapper in (views.mapper, views):
+        for place in range(12):
+            seed_place(5, place)
+            image = mapper(record)["image"]
+            seed_place(5, place)
+            size = find_size(mapper, {**record, "file_name": "is not read"})
+            assert size == tuple(image.shape[1:])
+            sizes.add(size)
+    assert len(sizes) >= 2
+
+
+def test_sizes_that_cannot_be_known_are_refused_by_key(record):
+    key = r"DATALOADER\.SIZE_GROUPING"
+    with pytest.raises(UserError, match=rf"{key}.*INPUT\.DATASET_MAPPER_NAME"):
+        find_size(PretrainingMapper(size=32), record)
+    with pytest.raises(UserError, match=f"{key}.*width and height"):
+        find_size(build_mapper(make_cfg(), True), {"file_name": record["file_name"]})
+    colours = DetectionMapper(is_train=True, augmentations=[T.RandomContrast(0.5, 2)],
+                              image_format="RGB")  # fmt: skip
+    with pytest.raises(UserError, match=f"{key}.*resize, crop and flip"):
+        find_size(colours, record)
 
 
 def test_boxes_that_the_crop_loses_are_dropped_and_the_image_stays(record):

@@ -26,6 +26,7 @@ from qbheat_det.modeling.contracts import TILE
 
 from .crops import ClassificationMapper, PretrainingMapper, TwoViewMapper
 from .detection import DetectionMapper, DetrDatasetMapper, TileMapper, build_detr_crop
+from .sizes import find_size
 from .upright import UprightMapper
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "TwoViewMapper",
     "UprightMapper",
     "build_detr_crop",
+    "find_size",
 ]
 
 Mapper = Callable[[dict[str, Any]], dict[str, Any] | DataError | None]
@@ -117,6 +119,9 @@ class NamingMapper:
                 raise
             return name_unreadable(dataset_dict["file_name"], error)
 
+    def find_size(self, dataset_dict: dict[str, Any]) -> tuple[int, int]:
+        return find_size(self.mapper, dataset_dict)
+
 
 class FixedViews:
     """A mapper that returns one of K fixed augmented views of each image.
@@ -155,6 +160,12 @@ class FixedViews:
         with preserved_randomness():
             seed_place(self.seed, VIEW, view_seed, number)
             return self.mapper(record)
+
+    def find_size(self, dataset_dict: dict[str, Any]) -> tuple[int, int]:
+        number = choose_view(self.count)
+        with preserved_randomness():
+            seed_place(self.seed, VIEW, dataset_dict[VIEW_SEED], number)
+            return find_size(self.mapper, dataset_dict)
 
 
 def choose_view(count: int) -> int:

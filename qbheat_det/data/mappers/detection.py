@@ -25,10 +25,12 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from qbheat_det.config import reads_our_keys
+from qbheat_det.core.errors import UserError
 from qbheat_det.data.checks import DataError, check_input_keys
 from qbheat_det.data.images import REDUCTIONS, open_image, resize
 from qbheat_det.modeling.contracts import TILE
 
+from .sizes import find_size
 from .upright import UprightMapper
 
 
@@ -72,6 +74,20 @@ class DetectionMapper(UprightMapper):
             image_shape = outline.image.shape[:2]
             self._transform_annotations(record, T.TransformList(transforms), image_shape)
         return record
+
+    def find_size(self, dataset_dict: dict[str, Any]) -> tuple[int, int]:
+        """Returns the height and width of the augmented image, see ``sizes.find_size``."""
+        if self._needs_pixels:
+            raise UserError(
+                "DATALOADER.SIZE_GROUPING needs augmentations that only resize, crop and flip, as "
+                "it finds the sizes of images before they are read: set it to 0"
+            )
+        if "height" not in dataset_dict or "width" not in dataset_dict:
+            raise UserError("DATALOADER.SIZE_GROUPING needs every image's width and height")
+        outline = _Outline(dataset_dict["height"], dataset_dict["width"])
+        self.augmentations(outline)
+        height, width, _ = outline.image.shape
+        return height, width
 
     def _transform_annotations(
         self, dataset_dict: dict[str, Any], transforms: T.TransformList, image_shape: Any
@@ -167,6 +183,13 @@ class TileMapper:
         if not isinstance(mapped, dict):
             return mapped
         return {**mapped, "height": height, "width": width}
+
+    def find_size(self, dataset_dict: dict[str, Any]) -> tuple[int, int]:
+        """Returns the height and width of the augmented tile, see ``sizes.find_size``."""
+        record = dict(dataset_dict)
+        if TILE in record:
+            _, _, record["width"], record["height"] = record[TILE]
+        return find_size(self.mapper, record)
 
 
 class _Outline(T.AugInput):
