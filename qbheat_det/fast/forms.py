@@ -60,7 +60,7 @@ def optimize(model: nn.Module, form: Form) -> None:
 
     Names and parameters do not change. Results are equal up to rounding.
     """
-    if form == "cpu_training":  # a pair of layers each, and before their single forms
+    if form != "training":  # a pair of layers each, and before their single forms
         fold_frozen_norms(model)
     fast_forms = FORMS[form]
     fast_layers: dict[nn.Module, Any] = {}  # a layer that is used twice gets one fast form

@@ -1,11 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Convolutions of a timm backbone that also compute the frozen BatchNorm behind them.
+"""Convolutions of a timm backbone that also compute the frozen BatchNorm and activation behind them.
 
-A frozen BatchNorm multiplies each channel by a constant and adds another. In training, the scale is
-multiplied into the weight of the convolution in each step, and the offset is its bias. This saves
-reading and writing the feature map once in each direction.
+A frozen BatchNorm multiplies each channel by a constant and adds another. The scale is multiplied
+into the weight of the convolution in each step, and the offset is its bias. This saves reading and
+writing the feature map once in each direction. Where no gradient is needed, as in evaluation and in
+frozen stages, oneDNN also computes the activation in the convolution, which saves another pass.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -15,6 +17,7 @@ from torch.nn import functional as F
 
 from qbheat_det.modeling.backbone.timm_backbone import (
     FrozenNorm,
+    LeanReLU6,
     TimmBackbone,
     TraceableConv2dSame,
 )
@@ -23,12 +26,23 @@ from .depthwise import Pair, Settings, convolve_depthwise, is_slow_depthwise, pa
 from .form import FastForm
 
 
+_ACTIVATIONS: Mapping[type[nn.Module], tuple[str, Sequence[float]]] = {
+    nn.Identity: ("none", ()),
+    nn.ReLU: ("relu", ()),
+    nn.ReLU6: ("hardtanh", (0.0, 6.0)),
+    LeanReLU6: ("hardtanh", (0.0, 6.0)),
+    nn.SiLU: ("swish", ()),
+    nn.Hardswish: ("hardswish", ()),
+}
+"""The activations that oneDNN computes in a convolution, with their name and scalars there."""
+
+
 class FoldedNorm(FastForm, FrozenNorm):
-    """The activation of a frozen BatchNorm that is computed in the convolution before it."""
+    """A frozen BatchNorm that is computed, with its activation, in the convolution before it."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Takes and returns (N, C, H, W)."""
-        return cast(Tensor, self.act(self.drop(x)))
+        return x
 
 
 class NormedConv2d(FastForm, nn.Conv2d):
@@ -63,9 +77,50 @@ class NormedConv2d(FastForm, nn.Conv2d):
             x = pad_same(x, self.kernel_size, self.stride, self.dilation)
             padding = (0, 0)
         settings = Settings.of(self, padding)
+        if _fuses_activation(norm, x, weight, bias):
+            return _convolve_and_activate(x, weight, bias, settings, norm.act)
         if is_slow_depthwise(self):
-            return convolve_depthwise(x, weight, bias, settings)
-        return F.conv2d(x, weight, bias, *settings)
+            x = convolve_depthwise(x, weight, bias, settings)
+        else:
+            x = F.conv2d(x, weight, bias, *settings)
+        return cast(Tensor, norm.act(norm.drop(x)))
+
+
+def _fuses_activation(norm: FrozenNorm, x: Tensor, weight: Tensor, bias: Tensor) -> bool:
+    """Returns whether oneDNN computes the activation behind ``norm`` in the convolution."""
+    if type(norm.act) not in _ACTIVATIONS or not isinstance(norm.drop, nn.Identity):
+        return False
+    needs_gradient = x.requires_grad or weight.requires_grad or bias.requires_grad
+    if torch.is_grad_enabled() and needs_gradient:
+        return False
+    is_supported = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
+    # PyTorch's compiler calls this operator, which is not part of the public API.
+    return is_supported and hasattr(torch.ops.mkldnn, "_convolution_pointwise")
+
+
+def _convolve_and_activate(
+    x: Tensor, weight: Tensor, bias: Tensor, settings: Settings, activation: nn.Module
+) -> Tensor:
+    """``conv2d`` and then ``activation``, without gradients, in the dtype of autocast."""
+    dtype = weight.dtype
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+    name, scalars = _ACTIVATIONS[type(activation)]
+    return cast(
+        Tensor,
+        torch.ops.mkldnn._convolution_pointwise(
+            x.to(dtype),
+            weight.to(dtype),
+            bias.to(dtype),
+            settings.padding,
+            settings.stride,
+            settings.dilation,
+            settings.groups,
+            name,
+            scalars,
+            "",  # the algorithm, for activations of which there are several
+        ),
+    )
 
 
 def fold_frozen_norms(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from timm.layers import BatchNormAct2d
 from torch import nn
 from torch.testing import assert_close
 
-from qbheat_det.fast import optimize
+from qbheat_det.fast import frozen_norms, optimize
 from qbheat_det.fast.frozen_norms import FoldedNorm, NormedConv2d
 from qbheat_det.modeling.backbone.norm_inputs import NormInputs
 from qbheat_det.modeling.backbone.timm_backbone import TimmBackbone
@@ -54,6 +54,49 @@ def test_maps_and_gradients_are_those_of_the_plain_layers(name):
     x = torch.randn(2, 3, 64, 96, dtype=torch.float64)
     assert_close(run(fast, x), run(plain, x))
     assert list(fast.state_dict()) == list(plain.state_dict())
+
+
+@pytest.mark.parametrize("name", [*NETWORKS, "efficientnet_b0", "mobilenetv3_small_100"])
+@pytest.mark.parametrize("form", ["cpu_training", "cpu_inference"])
+def test_maps_without_gradients_are_those_of_the_plain_layers(name, form):
+    plain = nn.Sequential(make_backbone(name, freeze_norms=True)).float().eval()
+    fast = copy.deepcopy(plain)
+    optimize(fast, form)
+    x = torch.randn(2, 3, 64, 96)
+    with torch.no_grad():
+        expected = plain(x)
+        exact = fast(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded = fast(x)
+    for key, feature_map in expected.items():
+        scale = feature_map.abs().max()
+        assert (exact[key] - feature_map).abs().max() < 1e-4 * scale
+        assert (rounded[key] - feature_map).abs().max() < 0.1 * scale
+        assert rounded[key].dtype == torch.bfloat16
+
+
+def test_activations_are_computed_in_convolutions_only_without_gradients(monkeypatch):
+    fused = []
+    convolve = frozen_norms._convolve_and_activate
+
+    def count_calls(*arguments):
+        fused.append(arguments)
+        return convolve(*arguments)
+
+    monkeypatch.setattr(frozen_norms, "_convolve_and_activate", count_calls)
+    plain = nn.Sequential(make_backbone("tf_efficientnet_lite0", freeze_at=3, freeze_norms=True))
+    fast = copy.deepcopy(plain.float())
+    optimize(fast, "cpu_training")
+    x = torch.randn(2, 3, 64, 96)
+    with_gradients = run(fast, x)  # the input has one
+    assert not fused
+    assert_close(with_gradients, run(plain, x), rtol=1e-3, atol=1e-3)
+    fast(x)
+    assert 0 < len(fused) < len(plain[0].norm_inputs)  # those of the frozen stages
+    fused.clear()
+    with torch.no_grad():
+        fast(x)
+    assert len(fused) == len(plain[0].norm_inputs)
 
 
 def test_a_copy_and_loaded_weights_use_their_own_statistics():
