@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Convolutions of a timm backbone that also compute the frozen BatchNorm and activation behind them.
+"""Convolutions of a timm backbone that compute the frozen BatchNorm and activation behind them.
 
 A frozen BatchNorm multiplies each channel by a constant and adds another. The scale is multiplied
 into the weight of the convolution in each step, and the offset is its bias. This saves reading and
@@ -24,7 +24,6 @@ from qbheat_det.modeling.backbone.timm_backbone import (
 
 from .depthwise import Pair, Settings, convolve_depthwise, is_slow_depthwise, pads_with_zeros
 from .form import FastForm
-
 
 _ACTIVATIONS: Mapping[type[nn.Module], tuple[str, Sequence[float]]] = {
     nn.Identity: ("none", ()),
