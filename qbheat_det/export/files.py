@@ -30,7 +30,6 @@ from qbheat_det.core.environment import quiet
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_output, write_atomically
 from qbheat_det.data import load_image_folders
-from qbheat_det.data.images import resize
 from qbheat_det.inference.exported import METADATA_KEY, ExportedModel, Images
 from qbheat_det.inference.images import UnreadableImage, find_inputs, read_rgb
 from qbheat_det.inference.predict import build_predictor
@@ -42,7 +41,7 @@ from qbheat_det.probing.features import (
     training_records,
 )
 
-from .agreement import ExportReport, build_reference, measure_agreement
+from .agreement import ExportReport, build_reference, fit_image, measure_agreement
 from .graph import build_exportable, trace_images
 from .heads import ONNX_TRANSLATIONS
 
@@ -108,9 +107,8 @@ def export_model(
         if calibration:
             logger.info("The float32 file agrees:\n%s", report)
             logger.info("Calibrating 8-bit integers on %d images …", len(calibration))
-            if image_size:
-                calibration = [fit_into(image, *image_size) for image in calibration]
-            num_layers = quantize_onnx(written, calibration)
+            fitted = [fit_image(image, image_size) for image in calibration]
+            num_layers = quantize_onnx(written, fitted)
             report = measure_agreement(
                 ExportedModel.open(written, device="cpu"),
                 reference,
@@ -148,18 +146,6 @@ def read_images(
     if cfg.INPUT.FORMAT != "RGB":
         images = [np.ascontiguousarray(image[:, :, ::-1]) for image in images]
     return images, f"{len(images)} images of {source}"
-
-
-def fit_into(image: Images, height: int, width: int) -> Images:
-    """Resizes an image (H, W, 3) to fit into ``height`` x ``width``, and pads it with zeros.
-
-    The aspect ratio is kept, and the zeros are at the right and bottom.
-    """
-    scale = min(height / image.shape[0], width / image.shape[1])
-    rows, columns = (max(1, round(scale * side)) for side in image.shape[:2])
-    padded = np.zeros((height, width, 3), dtype=np.uint8)
-    padded[:rows, :columns] = resize(torch.from_numpy(image), rows, columns).permute(1, 2, 0)
-    return padded
 
 
 def write_model(
