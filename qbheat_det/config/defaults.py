@@ -239,7 +239,8 @@ _KEYS: dict[str, dict[str, Any]] = {
     },
     "DATALOADER": {
         # Form batches of augmented images of about the same size: rounded up to multiples of this
-        # number of pixels, their sizes are equal. Replaces ASPECT_RATIO_GROUPING. 0: off.
+        # number of pixels, their sizes are equal. An image that has waited for one epoch joins
+        # images of other sizes. Replaces ASPECT_RATIO_GROUPING. 0: off.
         "SIZE_GROUPING": 0,
     },
     "INPUT": {

@@ -12,8 +12,7 @@ import os
 import signal
 import time
 import zlib
-from collections import defaultdict
-from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -89,7 +88,9 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
                 padding. Every record then needs "width" and "height".
             size_grouping: form batches of augmented images of about the same size, which need even
                 less padding: rounded up to multiples of this number of pixels, their sizes are
-                equal. 0 does not. The mapper then needs a method ``find_size``.
+                equal. An image that has waited for a batch for one epoch joins images of other
+                sizes. 0 does not group. Otherwise, every record needs "width" and "height", and the
+                mapper a method ``find_size``.
             num_workers: number of worker processes. 0 loads images in this process.
             seed: seed of the order and the augmentation.
             pin_memory: return tensors in pinned memory.
@@ -123,6 +124,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         self._is_wide: np.ndarray | None = None
         self._sizes: _AugmentedSizes | None = None
         if size_grouping:
+            _check_sizes(dataset, "DATALOADER.SIZE_GROUPING")
             self._sizes = _AugmentedSizes(self.dataset, mapper, multiple=size_grouping)
         elif aspect_ratio_grouping:
             self._is_wide = _are_wide(dataset)
@@ -216,7 +218,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         batches = _group_in_order(entries, self.batch_size)
         if self._sizes is not None:
             sized = self._sizes.iterate(batches, self.seed)
-            batches = _group_by_shape(sized, self.batch_size)
+            batches = _group_by_shape(sized, self.batch_size, longest_wait=len(self.dataset))
         elif self._is_wide is not None:
             is_wide = self._is_wide
             shaped = ((entry, is_wide[entry[1]]) for entry in entries)
@@ -389,24 +391,50 @@ def _group_in_order(entries: Iterator[Entry], batch_size: int) -> Iterator[list[
 
 
 def _group_by_shape(
-    entries: Iterable[tuple[Entry, Hashable]], batch_size: int
+    entries: Iterable[tuple[Entry, Hashable]], batch_size: int, *, longest_wait: int | None = None
 ) -> Iterator[list[Entry]]:
     """Yields batches of entries with equal shapes, each as soon as it is full.
 
-    ``entries`` are pairs of an entry and the shape of its image.
+    Args:
+        entries: pairs of an entry and the shape of its image.
+        batch_size: entries in a batch.
+        longest_wait: number of entries after which an entry that still waits gets into a batch of
+            those that have waited longest, whatever their shapes. None: never.
     """
-    waiting: defaultdict[Hashable, list[Entry]] = defaultdict(list)
+    waiting: dict[Hashable, list[Entry]] = {}
     for entry, shape in entries:
-        batch = waiting[shape]
+        batch = waiting.setdefault(shape, [])
         batch.append(entry)
         if len(batch) == batch_size:
             yield waiting.pop(shape)
+            continue
+        if longest_wait is None:
+            continue
+        position, _ = entry
+        first, _ = min(batch[0] for batch in waiting.values())
+        if position - first >= longest_wait:
+            everyone = sorted(itertools.chain.from_iterable(waiting.values()))
+            oldest = everyone[:batch_size]
+            if len(oldest) == batch_size:
+                yield oldest
+                waiting = _remove(waiting, oldest)
+
+
+def _remove(
+    waiting: Mapping[Hashable, list[Entry]], removed: Sequence[Entry]
+) -> dict[Hashable, list[Entry]]:
+    """Returns the lists of ``waiting`` without the entries ``removed``, and no empty lists."""
+    kept = {}
+    for shape, batch in waiting.items():
+        rest = [entry for entry in batch if entry not in removed]
+        if rest:
+            kept[shape] = rest
+    return kept
 
 
 def _are_wide(dataset: Sequence[dict[str, Any]]) -> np.ndarray:
     """Returns whether each image or tile is wider than tall: booleans (N,)."""
-    if any("width" not in entry or "height" not in entry for entry in dataset):
-        raise UserError("DATALOADER.ASPECT_RATIO_GROUPING needs every image's width and height")
+    _check_sizes(dataset, "DATALOADER.ASPECT_RATIO_GROUPING")
     is_wide = []
     for entry in dataset:
         if TILE in entry:
@@ -416,6 +444,12 @@ def _are_wide(dataset: Sequence[dict[str, Any]]) -> np.ndarray:
             height = entry["height"]
         is_wide.append(width > height)
     return np.array(is_wide)
+
+
+def _check_sizes(dataset: Sequence[dict[str, Any]], key: str) -> None:
+    """Raises a ``UserError`` that names ``key`` if a record has no width or height."""
+    if any("width" not in entry or "height" not in entry for entry in dataset):
+        raise UserError(f"{key} needs every image's width and height")
 
 
 def fingerprint_records(dataset: Sequence[dict[str, Any]]) -> int:

@@ -203,7 +203,9 @@ def draw_largest_images(cfg: CfgNode) -> tuple[BatchedInputs, int]:
     has_sizes = all("height" in record and "width" in record for record in records)
     if has_sizes and not crops:
         shapes = [_find_shape(record, side, node.MAX_SIZE_TRAIN) for record in records]
-        height, width = find_canvas(shapes, grouped=cfg.DATALOADER.ASPECT_RATIO_GROUPING)
+        loading = cfg.DATALOADER
+        grouped = loading.ASPECT_RATIO_GROUPING and not loading.SIZE_GROUPING
+        height, width = find_canvas(shapes, grouped=grouped)
     first = images[0]["image"]
     rows = max(0, height - first.shape[1])
     columns = max(0, width - first.shape[2])

@@ -71,6 +71,7 @@ _RULES: Rules = {
     "DATASETS.MAX_LEFT_OUT": (lambda value: 0 <= value <= 1, "a share in [0, 1]"),
     "DATASETS.VAL_FRACTION": (lambda value: 0 <= value < 1, "a share in [0, 1)"),
     "DATALOADER.NUM_WORKERS": at_least(0),
+    "DATALOADER.SIZE_GROUPING": at_least(0),
     "MODEL.KEEP_CLASSES.WEIGHT": at_least(0),
     "MODEL.KEEP_CLASSES.MIN_SCORE": (lambda value: 0 <= value <= 1, "a score in [0, 1]"),
     "MODEL.KEEP_CLASSES.FEATURE_WEIGHT": at_least(0),

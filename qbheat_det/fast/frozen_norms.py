@@ -92,19 +92,31 @@ def _fuses_activation(norm: FrozenNorm, x: Tensor, weight: Tensor, bias: Tensor)
     needs_gradient = x.requires_grad or weight.requires_grad or bias.requires_grad
     if torch.is_grad_enabled() and needs_gradient:
         return False
-    is_supported = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
-    # PyTorch's compiler calls this operator, which is not part of the public API.
-    return is_supported and hasattr(torch.ops.mkldnn, "_convolution_pointwise")
+    if x.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    dtype = _choose_dtype(x)
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+def _choose_dtype(x: Tensor) -> torch.dtype:
+    """Returns the dtype in which ``conv2d`` computes ``x``, which is autocast's if it is on."""
+    if torch.is_autocast_enabled("cpu"):
+        return torch.get_autocast_dtype("cpu")
+    return x.dtype
 
 
 def _convolve_and_activate(
     x: Tensor, weight: Tensor, bias: Tensor, settings: Settings, activation: nn.Module
 ) -> Tensor:
-    """``conv2d`` and then ``activation``, without gradients, in the dtype of autocast."""
-    dtype = weight.dtype
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
+    """``conv2d`` and then ``activation``, without gradients.
+
+    ReLU and ReLU6 map NaN to 0, unlike PyTorch's.
+    """
+    dtype = _choose_dtype(x)
     name, scalars = _ACTIVATIONS[type(activation)]
+    # PyTorch's compiler calls this operator, which is not part of the public API.
     return cast(
         Tensor,
         torch.ops.mkldnn._convolution_pointwise(

@@ -96,7 +96,7 @@ def test_grouped_batches_hold_wide_or_tall_images_and_lose_none():
 
 def test_batches_of_equal_sizes_hold_the_same_images_as_others():
     def build(**options):
-        return TrainStream(dataset(12), mapper=Sized(), batch_size=3, seed=7, **options)
+        return TrainStream(dataset(40), mapper=Sized(), batch_size=3, seed=7, **options)
 
     batches = take(build(size_grouping=64), 40)
     for batch in batches:
@@ -108,6 +108,27 @@ def test_batches_of_equal_sizes_hold_the_same_images_as_others():
     # Four kinds of which up to two images wait: 120 images are among the first 128.
     assert len(grouped) > 115
     assert grouped <= plain
+
+
+def test_no_image_waits_for_its_size_for_longer_than_an_epoch():
+    class OneIsWide:
+        def __call__(self, entry):
+            return entry
+
+        def find_size(self, entry):
+            return (64, 128 if entry["id"] == 0 else 64)
+
+    stream = TrainStream(dataset(9), mapper=OneIsWide(), batch_size=4, size_grouping=64)
+    batches = list(itertools.islice(stream.batches(), 200))
+    positions = [position for batch in batches for position, _ in batch]
+    assert len(set(positions)) == 800
+    for step, batch in enumerate(batches):
+        drawn_until = max(position for batch in batches[: step + 1] for position, _ in batch)
+        # A batch can only be formed as soon as four images wait.
+        assert drawn_until - min(position for position, _ in batch) <= 9 + 3
+    num_wide = [sum(index == 0 for _, index in batch) for batch in batches]
+    assert abs(sum(num_wide) - 800 / 9) <= 2  # one in each epoch
+    assert num_wide.count(0) > 100  # the others have batches of their own
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -154,8 +175,10 @@ def test_streams_that_cannot_be_are_refused(monkeypatch):
         TrainStream([], mapper=augment, batch_size=1)
     with pytest.raises(UserError, match=r"DATALOADER\.ASPECT_RATIO_GROUPING"):
         TrainStream([{"id": 1}], mapper=augment, batch_size=1, aspect_ratio_grouping=True)
-    with pytest.raises(UserError, match=r"DATALOADER\.SIZE_GROUPING"):
+    with pytest.raises(UserError, match=r"DATALOADER\.SIZE_GROUPING.*find_size"):
         make_stream(size_grouping=64)
+    with pytest.raises(UserError, match=r"DATALOADER\.SIZE_GROUPING.*width and height"):
+        TrainStream([*dataset(3), {"id": 3}], mapper=Sized(), batch_size=1, size_grouping=64)
     with pytest.raises(UserError, match="1000 images"):
         next(iter(TrainStream(dataset(2), mapper=lambda entry: None, batch_size=1)))
     monkeypatch.setattr(comm, "get_world_size", lambda: 3)

@@ -204,8 +204,6 @@ def test_sizes_that_cannot_be_known_are_refused_by_key(record):
     key = r"DATALOADER\.SIZE_GROUPING"
     with pytest.raises(UserError, match=rf"{key}.*INPUT\.DATASET_MAPPER_NAME"):
         find_size(PretrainingMapper(size=32), record)
-    with pytest.raises(UserError, match=f"{key}.*width and height"):
-        find_size(build_mapper(make_cfg(), True), {"file_name": record["file_name"]})
     colours = DetectionMapper(is_train=True, augmentations=[T.RandomContrast(0.5, 2)],
                               image_format="RGB")  # fmt: skip
     with pytest.raises(UserError, match=f"{key}.*resize, crop and flip"):

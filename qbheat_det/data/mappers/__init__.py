@@ -64,7 +64,8 @@ DATASET_MAPPERS: dict[str, Callable[[CfgNode, bool], Mapper]] = {
 
 To add a mapper, set ``DATASET_MAPPERS["mine"] = MyMapper`` before the data loader is built. If it
 is not for detectors, also add its name to the ``mappers`` of its task (``qbheat_det.tasks``).
-Subclasses of Detectron2's ``DatasetMapper`` can be added unchanged. If TIFFs may have an EXIF
+Subclasses of Detectron2's ``DatasetMapper`` can be added unchanged. With
+``DATALOADER.SIZE_GROUPING``, as in the default recipe, a mapper also needs ``find_size``. If TIFFs may have an EXIF
 orientation, derive them from ``UprightMapper`` instead, which turns these files only once.
 """
 

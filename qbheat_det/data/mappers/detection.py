@@ -76,15 +76,16 @@ class DetectionMapper(UprightMapper):
         return record
 
     def find_size(self, dataset_dict: dict[str, Any]) -> tuple[int, int]:
-        """Returns the height and width of the augmented image, see ``sizes.find_size``."""
-        if self._needs_pixels:
+        """Returns the height and width of the augmented image, see ``sizes.find_size``.
+
+        Subclasses that change the size otherwise than by ``augmentations`` override it.
+        """
+        if not _depends_on_size(self.augmentations):
             raise UserError(
                 "DATALOADER.SIZE_GROUPING needs augmentations that only resize, crop and flip, as "
                 "it finds the sizes of images before they are read: set it to 0"
             )
-        if "height" not in dataset_dict or "width" not in dataset_dict:
-            raise UserError("DATALOADER.SIZE_GROUPING needs every image's width and height")
-        outline = _Outline(dataset_dict["height"], dataset_dict["width"])
+        outline = _Outline(int(dataset_dict["height"]), int(dataset_dict["width"]))
         self.augmentations(outline)
         height, width, _ = outline.image.shape
         return height, width

@@ -30,7 +30,7 @@ def find_size(mapper: Callable[..., Any], dataset_dict: dict[str, Any]) -> tuple
     """
     if not isinstance(mapper, _SizingMapper):
         raise UserError(
-            "DATALOADER.SIZE_GROUPING is for detectors whose mapper (INPUT.DATASET_MAPPER_NAME) is "
-            "derived from DetectionMapper: set it to 0"
+            "DATALOADER.SIZE_GROUPING needs a mapper (INPUT.DATASET_MAPPER_NAME) with a method "
+            "find_size, as those of detectors have: set it to 0"
         )
     return mapper.find_size(dataset_dict)
