@@ -65,8 +65,9 @@ DATASET_MAPPERS: dict[str, Callable[[CfgNode, bool], Mapper]] = {
 To add a mapper, set ``DATASET_MAPPERS["mine"] = MyMapper`` before the data loader is built. If it
 is not for detectors, also add its name to the ``mappers`` of its task (``qbheat_det.tasks``).
 Subclasses of Detectron2's ``DatasetMapper`` can be added unchanged. With
-``DATALOADER.SIZE_GROUPING``, as in the default recipe, a mapper also needs ``find_size``. If TIFFs may have an EXIF
-orientation, derive them from ``UprightMapper`` instead, which turns these files only once.
+``DATALOADER.SIZE_GROUPING``, as in the default recipe, a mapper also needs ``find_size``. If TIFFs
+may have an EXIF orientation, derive mappers from ``UprightMapper`` instead, which turns these files
+only once.
 """
 
 _UNREADABLE = (OSError, SyntaxError, SizeMismatchError, DecompressionBombError)
