@@ -61,7 +61,7 @@ def draw_minutes(measured: dict[str, Any]) -> Figure:
         textcoords="offset points",
         color=AXIS_COLOR,
     )
-    axes.set_xlim(0, 70)
+    axes.set_xlim(0, 40)
     axes.set_ylim(-3, 80)
     axes.set_xlabel("minutes of one CPU core")
     axes.set_ylabel("AP50 (%)")
