@@ -57,11 +57,11 @@ def draw_minutes(measured: dict[str, Any]) -> Figure:
     axes.annotate(
         "torchvision's and Detectron2's detectors, YOLO26-n from random weights",
         (first["minutes"], 4),
-        (-90, 8),
+        (-150, 8),
         textcoords="offset points",
         color=AXIS_COLOR,
     )
-    axes.set_xlim(0, 40)
+    axes.set_xlim(0, 50)
     axes.set_ylim(-3, 80)
     axes.set_xlabel("minutes of one CPU core")
     axes.set_ylabel("AP50 (%)")
