@@ -189,8 +189,7 @@ def inspect(args: argparse.Namespace) -> int:
     from qbheat_det.core.text import escape_controls, join_first
     from qbheat_det.data import LEFT_OUT_FILE, DataError
     from qbheat_det.engine import RunFlags
-    from qbheat_det.engine.opened_sources import find_unvalidated, open_sources
-    from qbheat_det.engine.run_data import check_flags
+    from qbheat_det.engine.opened_sources import check_flags, find_unvalidated, open_sources
     from qbheat_det.tasks import DETECTION
 
     logging.disable(logging.WARNING)  # the summary includes what loaders and mappers log

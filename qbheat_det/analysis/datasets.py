@@ -47,7 +47,7 @@ from qbheat_det.engine.opened_sources import (
     join_roles,
 )
 from qbheat_det.engine.run_config import choose_recipe
-from qbheat_det.engine.run_data import get_longest_side, leave_out_images
+from qbheat_det.engine.usable_images import get_longest_side, leave_out_images
 from qbheat_det.evaluation import choose_max_detections
 from qbheat_det.inference.drawing import RGBImage, draw_instances
 

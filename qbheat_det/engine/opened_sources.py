@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Opens the data sets that flags name, and joins several of them to one."""
+"""Checks the flags that name data, opens their data sets, and joins several of them to one."""
 
 import itertools
 import os
@@ -23,11 +23,21 @@ from qbheat_det.data import (
     open_source,
     read_annotations,
 )
+from qbheat_det.tasks import Task
 
 from .old_detector import check_new_classes
 from .run_flags import RunFlags, spell
 
 Role = Literal["train", "val"]
+
+# Flags that set the names of data sets.
+_KEYS = {
+    "data": "DATASETS.TRAIN",
+    "images": "DATASETS.TRAIN",
+    "val": "DATASETS.TEST",
+    "val_images": "DATASETS.TEST",
+    "unlabelled": "DATASETS.UNLABELLED",
+}
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,35 @@ Sources = Mapping[Role, Sequence[OpenedSource]]
 """The sources of each role."""
 
 
-def check_folders(flags: RunFlags) -> None:
+def check_flags(flags: RunFlags, task: Task) -> None:
+    """Checks that the flags that name data fit together, the overrides and the task.
+
+    Raises:
+        UserError: two flags name the same data, or a flag is not for the task.
+    """
+    for flag, key in _KEYS.items():
+        if getattr(flags, flag) and key in flags.opts[::2]:
+            raise UserError(f"{key} and {spell(flag)} both name data: choose one")
+    _check_folders(flags)
+    has_several = len(flags.data_sets) > 1 or len(flags.val_sets) > 1
+    if (has_several or flags.class_map) and not task.uses_boxes:
+        raise UserError("several --data, several --val and --class-map are for detectors")
+    if flags.class_map and not (flags.data or flags.val):
+        raise UserError("--class-map renames the classes of --data or --val: name one of them")
+    if flags.unlabelled_folders and (flags.eval_only or not task.uses_boxes):
+        raise UserError("--unlabelled is for the training of detectors: leave it out")
+    if not task.uses_labels:
+        return
+    names_training_set = flags.data or flags.images or "DATASETS.TRAIN" in flags.overrides
+    if (flags.val or flags.val_images) and not (names_training_set or flags.eval_only):
+        raise UserError("--val alone evaluates: add --eval-only, or --data to train")
+    if flags.images and not flags.data:
+        raise UserError(f"--images needs --data, which has {task.learns_from}")
+    if flags.val_images and not flags.val:
+        raise UserError(f"--val-images needs --val, which has {task.learns_from}")
+
+
+def _check_folders(flags: RunFlags) -> None:
     """Checks that it is clear which --images and --val-images belong to which data set.
 
     Raises:
@@ -118,7 +156,7 @@ def open_sources(flags: RunFlags) -> dict[Role, tuple[OpenedSource, ...]]:
     Raises:
         UserError: a path has no data, or images are missing.
     """
-    check_folders(flags)
+    _check_folders(flags)
     paths = flags.data_sets
     val_paths = flags.val_sets
     folders = flags.image_folders

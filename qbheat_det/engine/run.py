@@ -1,10 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """One run, from its flags to its stages: what ``qbheat train`` does before the first step.
 
-Read ``assemble_run`` from top to bottom. It reads the config (``run_config.py``), opens and
-prepares the data (``run_data.py``), and returns one ``Stage`` for each training. A stage is a
-frozen value: its config is complete, and its data are checked and registered.
-``qbheat_det.api.training.train_stage`` trains it.
+Read ``assemble_run`` from top to bottom. It reads the config (``run_config.py``), opens the data
+(``opened_sources.py``) and prepares them (``data_preparation.py``), and returns one ``Stage`` for
+each training. A stage is a frozen value: its config is complete, and its data are checked and
+registered. ``qbheat_det.api.training.train_stage`` trains it.
 
 ``SOLVER.FIRST_STAGE`` names the config of a first stage, usually a head on cached features of a
 frozen encoder, which trains in minutes. The second stage starts from its weights and also trains
@@ -24,9 +24,11 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.tasks import find_task
 
 from .batch_size import fit_to_machine
+from .data_preparation import prepare_data
 from .logs import filter_detectron2_logs
 from .old_detector import find_kept_classes
-from .opened_sources import open_sources
+from .opened_sources import check_flags, open_sources
+from .registered_sets import check_records
 from .run_config import (
     check_config,
     check_trainable,
@@ -35,7 +37,7 @@ from .run_config import (
     read_config,
     read_first_stage,
 )
-from .run_data import Draft, RunData, check_flags, check_records, prepare_data
+from .run_data import Draft, RunData
 from .run_flags import RunFlags
 from .run_record import check_start, find_start, read_start
 from .time_limit import TimeLimit

@@ -11,7 +11,8 @@ from detectron2.utils import logger as detectron2_logger
 
 from qbheat_det.config import get_cfg
 from qbheat_det.engine.detection_limits import fit_detection_limits
-from qbheat_det.engine.run_data import RunData, count_objects
+from qbheat_det.engine.registered_sets import count_objects
+from qbheat_det.engine.run_data import RunData
 from qbheat_det.tasks import DETECTION
 
 from .tiny_training import build_config, parse

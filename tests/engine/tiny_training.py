@@ -15,7 +15,7 @@ import qbheat_det  # noqa: F401  registers models and data
 from qbheat_det.config import get_config_path
 from qbheat_det.config.loading import EPOCH_KEYS
 from qbheat_det.engine import RunFlags, Trainer, assemble_evaluation, assemble_run, setup
-from qbheat_det.engine.run_data import CUSTOM_SETS
+from qbheat_det.engine.registered_sets import CUSTOM_SETS
 from tests.tool_modules import load_tool
 from tools.train_net import parse_args
 
