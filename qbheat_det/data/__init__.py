@@ -24,18 +24,10 @@ from .datasets.joining import (
     join_class_names,
     read_class_map,
 )
-from .datasets.sources import (
-    CLASSES,
-    IMAGES,
-    DataSource,
-    Source,
-    find_format,
-    open_images,
-    open_source,
-    read_annotations,
-    register_coco_json,
-    register_source,
-)
+from .datasets.opening import find_format, open_images, open_source
+from .datasets.reading import read_annotations
+from .datasets.registration import forget_source, register_coco_json, register_source
+from .datasets.source import CLASSES, IMAGES, DataSource, Source
 from .datasets.splits import (
     SEEN_FILE,
     SPLIT_FILE,
@@ -94,6 +86,7 @@ __all__ = [
     "find_record_errors",
     "fingerprint_images",
     "fingerprint_records",
+    "forget_source",
     "join_accounts",
     "join_annotations",
     "join_class_names",

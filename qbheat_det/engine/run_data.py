@@ -22,9 +22,9 @@ from qbheat_det.data import (
     SeenImages,
     Source,
     describe_annotated,
+    forget_source,
     join_accounts,
 )
-from qbheat_det.data.datasets.sources import forget_source
 from qbheat_det.tasks import Task
 
 from .run_record import Start

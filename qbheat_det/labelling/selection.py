@@ -30,10 +30,11 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     Account,
     DataSource,
+    forget_source,
     join_accounts,
     open_source,
+    register_source,
 )
-from qbheat_det.data.datasets.sources import forget_source, register_source
 
 from .coverage import COVERING, choose_balanced, cover, find_duplicates, unit_vectors
 

@@ -12,7 +12,7 @@ from qbheat_det.core import object_stores
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.object_stores import fetch, list_store
 from qbheat_det.data import open_source
-from qbheat_det.data.datasets.sources import open_images
+from qbheat_det.data.datasets.opening import open_images
 from qbheat_det.inference.images import read_rgb
 from tests.data.pictures import draw, save
 

@@ -22,7 +22,7 @@ from qbheat_det.data import (
     register_source,
 )
 from qbheat_det.data.datasets import register_builtin_sets
-from qbheat_det.data.datasets.sources import forget_source, register_coco_images
+from qbheat_det.data.datasets.registration import forget_source, register_coco_images
 
 NAME = "qbheat_test_of_coco"
 GOOD = {

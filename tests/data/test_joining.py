@@ -21,7 +21,8 @@ from qbheat_det.data import (
 )
 from qbheat_det.data.checks import find_record_errors
 from qbheat_det.data.datasets.annotated import count_annotated, restore_annotated
-from qbheat_det.data.datasets.sources import Source, forget_source
+from qbheat_det.data.datasets.registration import forget_source
+from qbheat_det.data.datasets.source import Source
 from qbheat_det.modeling.contracts import ANNOTATED_CLASSES
 
 from .pictures import draw, save

@@ -11,7 +11,7 @@ from PIL import Image
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import open_source, read_annotations, register_source
-from qbheat_det.data.datasets.sources import forget_source
+from qbheat_det.data.datasets.registration import forget_source
 
 from .format_cases import write
 

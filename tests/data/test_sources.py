@@ -23,7 +23,7 @@ from qbheat_det.data import (
     register_source,
 )
 from qbheat_det.data.datasets.formats import FORMATS
-from qbheat_det.data.datasets.sources import forget_source
+from qbheat_det.data.datasets.registration import forget_source
 
 from .format_cases import (
     BOXES,

@@ -12,7 +12,7 @@ from PIL import Image
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import open_source, read_annotations, register_source, split_source
-from qbheat_det.data.datasets.sources import forget_source
+from qbheat_det.data.datasets.registration import forget_source
 from qbheat_det.data.datasets.splits import SeenImages, choose_val, fingerprint_images, read_split
 
 from .format_cases import BOXES, write, write_yolo

@@ -17,7 +17,7 @@ from qbheat_det.api.training import train_run
 from qbheat_det.config import get_cfg, with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import try_file_lock, write_atomically
-from qbheat_det.data.datasets.sources import unpack
+from qbheat_det.data.datasets.zip_files import unpack
 from qbheat_det.engine import RunFlags, assemble_run
 from qbheat_det.engine.run_record import LOCK_FILE, check_start, find_start, occupies, record_start
 from tools.train_net import parse_args

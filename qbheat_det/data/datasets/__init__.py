@@ -7,7 +7,7 @@ from pathlib import Path
 from detectron2.data import MetadataCatalog
 
 from .image_folder import register_image_folders
-from .sources import register_coco_images, register_coco_json
+from .registration import register_coco_images, register_coco_json
 
 CELLS = Path(__file__).parent / "cells"
 

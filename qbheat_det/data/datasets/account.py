@@ -3,7 +3,7 @@
 
 Each image file, each label file and each box in a data set's folder is counted once, as used or as
 left out. ``annotations.py`` counts the images and boxes that the readers of label files return, and
-``sources.py`` counts all other files.
+``other_files.py`` counts all other files.
 """
 
 import os

@@ -22,7 +22,7 @@ from qbheat_det.core.files import write_atomically
 from .annotations import Annotations
 from .fingerprints import fingerprint_images
 from .image_folder import load_image_folders
-from .sources import Source
+from .source import Source
 
 SPLIT_FILE = "split.json"
 _SEED = 0  # of held-out images
