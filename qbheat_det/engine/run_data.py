@@ -188,7 +188,7 @@ class RunData:
         if self.class_names:
             classes = f", {len(self.class_names)} classes"
         logger.info(f"Data: {titles}, {sizes} images{classes}")
-        has_several = any(data_set.source.joined for data_set in self.given)
+        has_several = len(self.accounts) > 1
         for path, account in self.accounts.items():
             title = f"Used of '{path}'" if has_several else "Used"
             level = logging.WARNING if account.faults else logging.INFO

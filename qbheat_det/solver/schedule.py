@@ -3,7 +3,7 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -157,27 +157,15 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
     iterations_per_epoch = num_images / solver.IMS_PER_BATCH
 
     def spell(iterations: int) -> str:
-        return f"{iterations:,} iterations ({iterations / iterations_per_epoch:,.5g} epochs)"
+        return f"{iterations:,} iterations ({iterations / iterations_per_epoch:,.3g} epochs)"
 
-    course = [solver.LR_SCHEDULER_NAME]
-    if solver.WARMUP_ITERS and solver.WARMUP_FACTOR != 1:
-        warmup = f"{solver.WARMUP_METHOD} warm-up from x {solver.WARMUP_FACTOR:g}"
-        course.append(f"{warmup} over {spell(solver.WARMUP_ITERS)}")
-    course += [f"x {solver.GAMMA:g} after {spell(step)}" for step in _effective_steps(resolved)]
-    scaling = "not scaled"
-    if cfg.SOLVER.REFERENCE_BATCH_SIZE:
-        scaling = f"{solver.LR_SCALING} from {cfg.SOLVER.REFERENCE_BATCH_SIZE:,} images a step"
     evaluations = "at the end"
     if period:
         evaluations = f"every {spell(period)} and at the end"
     lines = [
-        f"Schedule: {spell(solver.MAX_ITER)} of {solver.IMS_PER_BATCH:,} images; an epoch of "
-        f"{num_images:,} images is {iterations_per_epoch:,.5g} iterations",
-        f"Learning rate: base {cfg.SOLVER.BASE_LR:g}, effective {solver.BASE_LR:.6g} ({scaling});"
-        f" backbone x {solver.BACKBONE_MULTIPLIER:g}, its tokens x {solver.TOKEN_MULTIPLIER:g}, x "
-        f"{solver.LAYER_DECAY:g} from layer to layer",
-        f"Its course: {', '.join(course)}",
-        f"Checkpoints every {spell(solver.CHECKPOINT_PERIOD)}, evaluation {evaluations}",
+        f"Schedule: {spell(solver.MAX_ITER)} of {solver.IMS_PER_BATCH:,} images. Evaluation "
+        f"{evaluations}, checkpoints every {spell(solver.CHECKPOINT_PERIOD)}",
+        f"Learning rate: {', '.join(_describe_rate(cfg, resolved, spell))}",
     ]
     if 2 * solver.WARMUP_ITERS > solver.MAX_ITER:
         lines.append(
@@ -185,6 +173,31 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
             "lower SOLVER.WARMUP_EPOCHS or SOLVER.WARMUP_ITERS, or train for longer"
         )
     return "\n".join(lines)
+
+
+def _describe_rate(cfg: CfgNode, resolved: CfgNode, spell: Callable[[int], str]) -> Iterator[str]:
+    """Yields the learning rate of a run, its course, and its factors for parts of the model.
+
+    The first two arguments are those of ``describe_schedule``. ``spell`` describes a number of
+    iterations.
+    """
+    solver = resolved.SOLVER
+    rate = f"{solver.BASE_LR:.6g}"
+    if solver.BASE_LR != cfg.SOLVER.BASE_LR:
+        rate += (
+            f" ({cfg.SOLVER.BASE_LR:g} for {cfg.SOLVER.REFERENCE_BATCH_SIZE:,} images a step, "
+            f"{solver.LR_SCALING} scaling)"
+        )
+    yield rate
+    if solver.WARMUP_ITERS and solver.WARMUP_FACTOR != 1:
+        warmup = f"{solver.WARMUP_METHOD} warm-up from x {solver.WARMUP_FACTOR:g}"
+        yield f"{warmup} over {spell(solver.WARMUP_ITERS)}"
+    yield str(solver.LR_SCHEDULER_NAME)
+    for step in _effective_steps(resolved):
+        yield f"x {solver.GAMMA:g} after {spell(step)}"
+    for key in ("BACKBONE_MULTIPLIER", "TOKEN_MULTIPLIER", "LAYER_DECAY"):
+        if solver[key] != 1:
+            yield f"{key} {solver[key]:g}"
 
 
 class MovableLR(LRMultiplier):
