@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from detectron2.modeling import build_model
 from torch import nn
 
-from qbheat_det.config import load_config
+from qbheat_det.config import find_unread, load_config
+from qbheat_det.config.loading import list_leaves
 from qbheat_det.data import build_mapper
 from qbheat_det.modeling import distillation_teacher
 from qbheat_det.solver import build_optimizer, resolve_schedule
@@ -53,6 +55,12 @@ def _find_teacher(cfg):
 
 def _number(digits):
     return int(digits.replace(",", ""))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=_name)
+def test_a_recipe_sets_no_key_that_its_model_does_not_read(path):
+    keys = [key for key, _ in list_leaves(yaml.safe_load(path.read_text(encoding="utf-8")))]
+    assert find_unread(load_config(path), keys) == []
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=_name)

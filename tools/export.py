@@ -176,9 +176,11 @@ def main(argv: list[str] | None = None) -> None:
 def export(args: argparse.Namespace) -> None:
     """Writes one ONNX file. Prints the report of the comparison with PyTorch, and the size."""
     from qbheat_det.checkpoint import load_run_config
+    from qbheat_det.config import warn_of_unread
     from qbheat_det.export import export_model
 
     cfg = load_run_config(args.weights[0], args.config_file, device="cpu", opts=args.opts)
+    warn_of_unread([cfg], args.opts[::2])
     report = export_model(
         cfg,
         args.output,
@@ -198,12 +200,14 @@ def export_heads(args: argparse.Namespace) -> None:
     Prints the report of each head, and the sizes of the files.
     """
     from qbheat_det.checkpoint import load_run_config
+    from qbheat_det.config import warn_of_unread
     from qbheat_det.export import export_shared_encoder
 
     configs = {
         name: load_run_config(file, args.config_file, device="cpu", opts=args.opts)
         for name, file in args.heads.items()
     }
+    warn_of_unread(list(configs.values()), args.opts[::2])
     reports = export_shared_encoder(
         configs,
         args.output,

@@ -17,6 +17,7 @@ from .loading import (
 )
 from .missing_keys import configurable, reads_our_keys
 from .pixels import Pixels, warn_of_other_pixels
+from .unread import find_unread, warn_of_unread
 
 __all__ = [
     "NETWORK_KEYS",
@@ -28,6 +29,7 @@ __all__ = [
     "configurable",
     "dump_config",
     "find_memory_format",
+    "find_unread",
     "get_cfg",
     "get_config_path",
     "get_value",
@@ -36,5 +38,6 @@ __all__ = [
     "reads_our_keys",
     "refuse_bad_values",
     "warn_of_other_pixels",
+    "warn_of_unread",
     "with_values",
 ]

@@ -135,10 +135,13 @@ def open_weights(
         if fast:
             overrides += ["MODEL.DEPLOY.ENABLED", "True"]
         from qbheat_det.checkpoint import load_run_config
+        from qbheat_det.config import warn_of_unread
 
         from .predict import TrainedWeights
 
-        return TrainedWeights(load_run_config(weights, config_file, device=device, opts=overrides))
+        cfg = load_run_config(weights, config_file, device=device, opts=overrides)
+        warn_of_unread([cfg], opts[::2])
+        return TrainedWeights(cfg)
     if fast or config_file or opts:
         raise UserError(
             f"'{weights}' is exported with its config: leave out --fast, --config-file and "

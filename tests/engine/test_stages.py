@@ -160,6 +160,15 @@ def test_the_first_stage_shares_data_device_and_model(first, data):
     assert last.cfg.SOLVER.MAX_ITER == 3
 
 
+def test_overrides_that_neither_stage_reads_are_named(first, data, tmp_path, caplog):
+    opts = {**SHARED, **OPTS, "SOLVER.FIRST_STAGE": str(first)}
+    opts["MODEL.MF_DETR.NUM_OBJECT_QUERIES"] = "7"
+    flags = RunFlags(config_file=get_config_path(CONFIG), data=data, val=data, opts=words_of(opts))
+    assemble_run(replace(flags, output=str(tmp_path / "run")))
+    (line,) = (one for one in caplog.messages if "without effect" in one)
+    assert line.endswith("SyncRetinaNet: MODEL.MF_DETR.NUM_OBJECT_QUERIES")
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [

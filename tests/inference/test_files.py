@@ -21,7 +21,12 @@ from qbheat_det.config import get_cfg, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper
 from qbheat_det.inference.decoding import DecodingLimits
-from qbheat_det.inference.files import classify_images, name_outputs, predict_images
+from qbheat_det.inference.files import (
+    classify_images,
+    name_outputs,
+    open_weights,
+    predict_images,
+)
 from qbheat_det.inference.images import find_inputs, open_frames
 from qbheat_det.inference.predict import build_predictor
 from qbheat_det.inference.predictor import DetectorSettings
@@ -311,6 +316,13 @@ def test_without_boxes_the_output_says_what_the_detector_knows(photos, tmp_path,
     said = capsys.readouterr().out
     for hint in ("--threshold 1", "RBC, WBC, Platelets", "qbheat train"):
         assert hint in said
+
+
+def test_an_override_that_the_detector_does_not_read_is_named(detector, caplog):
+    open_weights(str(detector), device="cpu", opts=["MODEL.RETINANET.TOPK_CANDIDATES_TEST", "9"])
+    assert "without effect" not in caplog.text
+    open_weights(str(detector), device="cpu", opts=["MODEL.FCOS.TOPK_CANDIDATES_TEST", "9"])
+    assert "do you mean MODEL.RETINANET.TOPK_CANDIDATES_TEST?" in caplog.text
 
 
 def test_each_image_gets_its_five_likeliest_classes_and_the_rest_is_named(
