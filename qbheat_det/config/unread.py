@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Finds config keys that a model does not read, so that their values have no effect."""
+"""Finds config keys that a run does not read, so that their values have no effect."""
 
 import copy
 import logging
@@ -9,7 +9,7 @@ from typing import Any
 from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 
-from .loading import list_leaves, with_values
+from .loading import get_value, list_leaves, with_values
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +30,27 @@ _READ_ELSEWHERE = (
     "MODEL.WEIGHTS",
 )
 
+_MULTI_STEP = ("SOLVER.LR_SCHEDULER_NAME", "WarmupMultiStepLR")
+# Keys that are read only if another key has this value.
+_NEEDS: dict[str, tuple[str, object]] = {
+    "SOLVER.BETAS": ("SOLVER.OPTIMIZER", "ADAMW"),
+    "SOLVER.EMA.DECAY": ("SOLVER.EMA.ENABLED", True),
+    "SOLVER.GAMMA": _MULTI_STEP,
+    "SOLVER.MOMENTUM": ("SOLVER.OPTIMIZER", "SGD"),
+    "SOLVER.NESTEROV": ("SOLVER.OPTIMIZER", "SGD"),
+    "SOLVER.STEPS": _MULTI_STEP,
+    "SOLVER.STEP_EPOCHS": _MULTI_STEP,
+}
+
 
 def warn_of_unread(cfgs: Sequence[CfgNode], keys: Iterable[str]) -> None:
-    """Warns of keys of ``MODEL`` that the user has set, but no model reads.
+    """Warns of keys that the user has set, but no stage of the run reads.
 
-    Other models read them, as in ``MODEL.FCOS.NMS_THRESH_TEST 0.5`` for a RetinaNet.
+    Examples are ``MODEL.FCOS.NMS_THRESH_TEST 0.5`` for a RetinaNet, and ``SOLVER.STEPS (500,)`` for
+    a cosine schedule.
 
     Args:
-        cfgs: configs of the models.
+        cfgs: configs of the stages.
         keys: the dotted keys that the user has set.
     """
     unread = list(keys)
@@ -53,7 +66,14 @@ def warn_of_unread(cfgs: Sequence[CfgNode], keys: Iterable[str]) -> None:
 
 
 def _suggest(cfg: CfgNode, key: str) -> str:
-    """Returns a question that names the keys with the same last word that the model reads."""
+    """Returns, in brackets, what the user may have meant: "" if this is unknown.
+
+    These are the value of another key that ``key`` needs, or the keys with the same last word that
+    the model reads.
+    """
+    if key in _NEEDS:
+        other, value = _NEEDS[key]
+        return f" (it needs {other} {value})"
     word = key.rpartition(".")[2]
     others = [
         other
@@ -68,18 +88,27 @@ def _suggest(cfg: CfgNode, key: str) -> str:
 
 
 def find_unread(cfg: CfgNode, keys: Iterable[str]) -> list[str]:
-    """Returns those of the dotted ``keys`` of ``MODEL`` that building the model does not read.
+    """Returns those of the dotted ``keys`` whose values have no effect, in their order.
 
-    Keys that the data, the training or the inference read are left out.
+    Of ``MODEL``, these are the keys that are not read when the model is built, except those that
+    the data, the training or the inference read. Of ``SOLVER``, they are the keys of another
+    optimizer or schedule.
     """
-    candidates = [
-        key for key in keys if key.startswith("MODEL.") and not key.startswith(_READ_ELSEWHERE)
-    ]
-    if not candidates:
-        return []
-    read: set[str] = set()
-    build_model(_Recording.of(with_values(cfg, {"MODEL.DEVICE": "cpu"}), read))
-    return [key for key in candidates if key not in read]
+    is_unread: dict[str, bool] = {}
+    of_model = []
+    for key in keys:
+        is_unread[key] = False
+        if key in _NEEDS:
+            other, value = _NEEDS[key]
+            is_off = not get_value(cfg, key)  # such as SOLVER.STEPS ()
+            is_unread[key] = not is_off and get_value(cfg, other) != value
+        elif key.startswith("MODEL.") and not key.startswith(_READ_ELSEWHERE):
+            of_model.append(key)
+    if of_model:
+        read: set[str] = set()
+        build_model(_Recording.of(with_values(cfg, {"MODEL.DEVICE": "cpu"}), read))
+        is_unread |= {key: key not in read for key in of_model}
+    return [key for key, unread in is_unread.items() if unread]
 
 
 class _Recording(CfgNode):

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Overrides that a model does not read are named, with the keys that it reads instead."""
+"""Overrides that a run does not read are named, with the keys that it reads instead."""
 
 import logging
 
@@ -9,6 +9,28 @@ from qbheat_det.config import find_unread, load_config, warn_of_unread
 
 RETINANET = load_config("custom/retinanet_285M_scratch.yaml")
 MF_DETR = load_config("custom/mf_detr_211_285M_scratch.yaml")
+
+
+@pytest.mark.parametrize(
+    ("key", "needed"),
+    [
+        ("SOLVER.STEPS", "SOLVER.LR_SCHEDULER_NAME WarmupMultiStepLR"),
+        ("SOLVER.GAMMA", "SOLVER.LR_SCHEDULER_NAME WarmupMultiStepLR"),
+        ("SOLVER.MOMENTUM", "SOLVER.OPTIMIZER SGD"),
+        ("SOLVER.EMA.DECAY", "SOLVER.EMA.ENABLED True"),
+    ],
+)
+def test_an_override_of_another_schedule_is_named_with_what_it_needs(key, needed, caplog):
+    warn_of_unread([RETINANET], [key, "SOLVER.BETAS"])
+    assert caplog.messages == [
+        f"Overrides without effect on SyncRetinaNet: {key} (it needs {needed})"
+    ]
+    caplog.clear()
+    other, value = needed.split()
+    cfg = RETINANET.clone()
+    cfg.merge_from_list([other, value])
+    warn_of_unread([cfg], [key])
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(
