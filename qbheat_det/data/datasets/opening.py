@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from qbheat_det.core.errors import UserError, refuse_unreadable
 from qbheat_det.core.object_stores import fetch
 
-from .formats.yolo import find_data_folder
+from .formats.yolo_manifest import find_data_folder
 from .image_folder import account_for_folders, check_image_folder
 from .layout import holds_labels
 from .other_files import account_for_classes

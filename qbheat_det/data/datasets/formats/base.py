@@ -15,13 +15,17 @@ from qbheat_det.data.datasets.label_kinds import LabelKind
 from qbheat_det.data.datasets.labelled_image import LabelledImage, describe
 from qbheat_det.data.datasets.layout import (
     Folders,
-    Pairs,
-    fits_label_file,
     group_by_base,
     group_per_image_files,
-    locate,
-    pair,
     sort_into_parts,
+)
+from qbheat_det.data.datasets.locating import (
+    locate,
+)
+from qbheat_det.data.datasets.pairing import (
+    Pairs,
+    fits_label_file,
+    pair,
 )
 from qbheat_det.data.datasets.text_files import UnreadableFileError, read_text
 

@@ -5,40 +5,30 @@ A line has the class, center, width and height of an object, or its class and a 
 replaced by its bounding box. Coordinates are fractions of the image's sides. An image without a
 label file has no objects.
 
-The parts and the classes are in a *manifest*: ``data.yaml`` of Ultralytics, or ``obj.data`` of
-Darknet. Nothing that a manifest names is downloaded or executed. Without a manifest, the parts are
+The parts and the classes are in a manifest (``yolo_manifest.py``). Without one, the parts are
 folders, and the classes are in ``classes.txt``, ``obj.names`` or ``_darknet.labels``.
 """
 
-import glob
 import os
-import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import yaml
+from typing import NamedTuple
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.text import one_line
-from qbheat_det.core.yaml_text import load_yaml
 from qbheat_det.data.checks import short
 from qbheat_det.data.datasets.account import LeftOut
 from qbheat_det.data.datasets.file_tree import FileTree, is_below, stem_of
-from qbheat_det.data.datasets.image_suffixes import is_image
-from qbheat_det.data.datasets.label_kinds import Ends, LabelKind, lines_like
+from qbheat_det.data.datasets.label_kinds import LabelKind, lines_like
 from qbheat_det.data.datasets.labelled_image import LabelledImage
 from qbheat_det.data.datasets.layout import (
-    MAX_PATH,
-    Pairs,
-    find_ending,
-    find_images_of_stem,
     find_lists_of_parts,
     folders_of,
     group_per_image_files,
-    pair,
     sort_into_parts,
-    split_at_last,
+)
+from qbheat_det.data.datasets.pairing import (
+    Pairs,
+    find_images_of_stem,
+    pair,
 )
 from qbheat_det.data.datasets.text_files import (
     UnreadableFileError,
@@ -48,49 +38,23 @@ from qbheat_det.data.datasets.text_files import (
 )
 
 from .base import Format, Labels, LabelSet, add_unpaired, find_foreign_labels, locate_image
+from .yolo_manifest import (
+    MANIFEST_SUFFIXES,
+    find_root,
+    is_manifest,
+    read_manifest,
+    read_manifests,
+    read_names_file,
+)
 
 _MANIFEST = "yolo manifest"
-_MANIFEST_SUFFIXES = (".yaml", ".yml", ".data")
 _OBJECT = r"^\s*\d+(\.0*)?(\s+[-+0-9.eE]+|\s+nan){4,}\s*$"  # class and four numbers or more
-_MAX_MANIFEST_SIZE = 10_000_000  # bytes
-_IS_DATA_YAML = re.compile(r"^[\"']?(names|nc)[\"']?\s*:", re.MULTILINE)
-_HAS_PART = re.compile(r"^[\"']?(train|val|test)[\"']?\s*:", re.MULTILINE)
-_HAS_LIST = re.compile(r"^\s*(train|valid|test)\s*=", re.MULTILINE)
-_IS_OBJ_DATA = re.compile(r"^\s*names\s*=", re.MULTILINE)
 _NAMES_FILES = (
     *("classes.txt", "obj.names", "_darknet.labels", "names.txt", "labels.txt", "class.txt"),
     "class_names.txt",
 )
 _NAMES_SUFFIXES = (".names", ".labels")
 _MAX_COORDINATE = 2.0  # larger values cannot be fractions of a side
-_NUM_PARENTS = 3  # folders above a manifest in which its paths are looked up
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """A ``data.yaml`` or ``obj.data``.
-
-    Attributes:
-        file: path of the file.
-        names: class names.
-        parts: maps "train", "val" and "test" to their image folders and to text files that list
-            images.
-        has_keypoints: whether lines have the points of a pose after the box.
-        notes: which paths were replaced or are missing, one sentence each.
-        folder: the existing folder that the field "path" names; "" if there is none.
-    """
-
-    file: str
-    names: list[str]
-    parts: dict[str, list[str]]
-    has_keypoints: bool = False
-    notes: list[str] = field(default_factory=list)
-    folder: str = ""
-
-    @property
-    def places(self) -> list[str]:
-        """The image folders and the lists of images of all parts."""
-        return [place for places in self.parts.values() for place in places]
 
 
 def find_yolo(tree: FileTree) -> list[LabelSet]:
@@ -101,14 +65,14 @@ def find_yolo(tree: FileTree) -> list[LabelSet]:
     Raises:
         UserError: no manifest can be used, or two in one folder contradict each other.
     """
-    manifests = _read_manifests(tree.label_files.get(_MANIFEST, ()))
+    manifests = read_manifests(tree.label_files.get(_MANIFEST, ()))
     label_files = [path for path in tree.label_files.get("yolo", ()) if not _has_names(path)]
     is_of_other_labels = not label_files and bool(tree.list_other_labels("yolo"))
     if manifests and not is_of_other_labels:
         for manifest in manifests:
             for place in manifest.places:
                 if not tree.has(place):
-                    tree.add(_find_root(place))
+                    tree.add(find_root(place))
         return [
             LabelSet(folders_of(tree, manifest.file), manifest.parts, [manifest.file])
             for manifest in manifests
@@ -118,246 +82,6 @@ def find_yolo(tree: FileTree) -> list[LabelSet]:
         LabelSet(base, sort_into_parts(tree, group, base, by_folder=True))
         for base, group in group_per_image_files(tree, label_files).items()
     ]
-
-
-def _is_manifest(ends: Ends) -> bool:
-    text = ends.start
-    if _IS_OBJ_DATA.search(text) and _HAS_LIST.search(text):  # of Darknet
-        return True
-    return bool(_IS_DATA_YAML.search(text) and _HAS_PART.search(text))
-
-
-def _read_manifests(files: Sequence[str]) -> list[Manifest]:
-    """Reads manifests, and returns one for each folder. Skips invalid ones if others are valid.
-
-    Raises:
-        UserError: no manifest can be used, or two in one folder have different classes or parts.
-    """
-    manifests: dict[str, Manifest] = {}
-    errors = []
-    for file in files:
-        try:
-            manifest = read_manifest(file)
-        except UserError as error:
-            errors.append(error)
-            continue
-        first = manifests.setdefault(os.path.dirname(file), manifest)
-        difference = ""
-        if first.names != manifest.names:
-            difference = "class names"
-        elif first.parts != manifest.parts:
-            difference = "parts"
-        if difference:
-            raise UserError(
-                f"'{first.file}' and '{file}' have different {difference}: pass one of them with "
-                "--data"
-            )
-    if errors and not manifests:
-        raise errors[0]
-    return list(manifests.values())
-
-
-def find_data_folder(file: str) -> str:
-    """Returns the folder that has all images and labels of a manifest, by its field "path".
-
-    If "path" names a folder outside of the manifest's folder, other data sets may be there too.
-    Then returns the innermost folder that has all images.
-
-    Returns "" if the field is missing or names no folder, if this folder contains the manifest, or
-    if images are outside of it. Also returns "" if the file is no valid manifest.
-    """
-    if not file.lower().endswith(_MANIFEST_SUFFIXES):
-        return ""
-    try:
-        manifest = read_manifest(file)
-        if not manifest.folder:
-            return ""
-        folder = _find_root(manifest.folder)
-        if is_below(file, folder) or not all(is_below(place, folder) for place in manifest.places):
-            return ""
-        if not is_below(folder, os.path.dirname(file)):
-            folder = os.path.commonpath([_find_root(place) for place in manifest.places])
-        lists = [place for place in manifest.places if os.path.isfile(place)]
-        has_others = any(_lists_images_outside(path, folder) for path in lists)
-    except (UserError, UnreadableFileError):  # reading the data set explains it
-        return ""
-    return "" if has_others else folder
-
-
-def _lists_images_outside(file: str, folder: str) -> bool:
-    """Returns whether a list of images names an existing file outside of a folder.
-
-    Raises an ``UnreadableFileError`` if the list cannot be read.
-    """
-    parent = os.path.dirname(file)
-    for _, name in read_lines(file):
-        exact = os.path.normpath(os.path.join(parent, name))
-        if not is_below(exact, folder) and "\0" not in exact and os.path.isfile(exact):
-            return True
-    return False
-
-
-def _find_root(place: str) -> str:
-    """Returns the folder to search for the images and labels of an image folder or list.
-
-    This is the folder above "images", if the path has a folder of this name.
-    """
-    folder = place if os.path.isdir(place) else os.path.dirname(place)
-    above, _, _ = split_at_last(folder, "images")
-    return above or folder
-
-
-def read_manifest(file: str) -> Manifest:
-    """Reads a ``data.yaml`` or ``obj.data``.
-
-    Raises:
-        UserError: the file cannot be read, or its classes or folders are invalid.
-    """
-    try:
-        if os.path.getsize(file) > _MAX_MANIFEST_SIZE:
-            raise UserError(f"'{file}' is too large for a data.yaml")
-        text = read_text(file).content
-        # All values are texts, so that names such as "off" and "0123" stay as they are written.
-        if file.endswith(".data"):
-            content = _parse_obj_data(text)
-        else:
-            content = load_yaml(text, scalars_as_text=True)
-    except (OSError, UnreadableFileError, yaml.YAMLError) as error:
-        raise UserError(f"'{file}' cannot be read as YAML: {one_line(error)}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"'{file}' is not a data.yaml of YOLO: it has no 'train'")
-    notes: list[str] = []
-    parts: dict[str, list[str]] = {}
-    for part in ("train", "val", "test"):
-        key = "valid" if part == "val" and "val" not in content else part
-        if content.get(key):
-            parts[part] = _resolve(file, content, key, notes)
-    parts = {part: places for part, places in parts.items() if places}
-    if not parts:
-        raise UserError(f"'{file}' is not a data.yaml of YOLO: it has no 'train'")
-    names = _read_names(file, content)
-    path = content.get("path")
-    folder = os.path.normpath(os.path.join(os.path.dirname(file), path)) if path else ""
-    if not os.path.isdir(folder):
-        folder = ""
-    return Manifest(file, names, parts, bool(content.get("kpt_shape")), notes, folder)
-
-
-def _parse_obj_data(text: str) -> dict[str, Any]:
-    """Returns the fields of an ``obj.data``, which has lines "key = value"."""
-    content = {}
-    for _, line in number_lines(text):
-        key, separator, value = line.partition("=")
-        if separator:
-            content[key.strip()] = value.strip()
-    return content
-
-
-def _read_names(file: str, content: dict[str, Any]) -> list[str]:
-    """Returns the class names that a manifest lists, or that are in the file that it names.
-
-    Raises a ``UserError`` if there are no names, or their number differs from the manifest's.
-    """
-    names: Any = content.get("names")
-    if isinstance(names, str) and file.endswith(".data"):
-        names_file = find_ending(names, _list_folders(file))
-        if not names_file:
-            raise UserError(f"'{file}': there is no file '{names}' of class names")
-        names = _read_names_file(names_file)
-    if isinstance(names, dict):
-        keys = [str(number) for number in range(len(names))]
-        if set(names) == set(keys):
-            names = [names[key] for key in keys]
-    is_list_of_texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    if not names or not is_list_of_texts:
-        raise UserError(f"'{file}': names must list the classes, or map 0, 1, … to them")
-    for number, name in enumerate(names):
-        if not name.strip():
-            raise UserError(f"'{file}': the name of class {number} is empty")
-    count = content.get("nc", content.get("classes", str(len(names))))
-    if count != str(len(names)):
-        raise UserError(f"'{file}': nc is {short(count)}, but names has {len(names)} classes")
-    return [name.strip() for name in names]
-
-
-def _list_folders(file: str) -> list[str]:
-    """Returns the folder of a manifest and its ``_NUM_PARENTS`` nearest parents."""
-    folders = [os.path.dirname(file)]
-    for _ in range(_NUM_PARENTS):
-        folders.append(os.path.dirname(folders[-1]))
-    return list(dict.fromkeys(folders))
-
-
-def _resolve(file: str, content: dict[str, Any], key: str, notes: list[str]) -> list[str]:
-    """Returns the existing image folders and lists of images of a part.
-
-    Paths in a manifest are relative to its folder and its field "path". If such a path does not
-    exist, the longest ending of it that exists in or above the manifest's folder is used.
-
-    Args:
-        file: path of the manifest.
-        content: content of the manifest.
-        key: field of the manifest that has the paths of the part.
-        notes: list to which a note is added for each path that is replaced or missing.
-
-    Raises:
-        UserError: a path of the training part was not found, or an entry is no path.
-    """
-    root = content.get("path") or ""
-    entries = content[key] if isinstance(content[key], list) else [content[key]]
-    folder = os.path.dirname(file)
-    places: list[str] = []
-    for entry in entries:
-        if not isinstance(entry, str) or not isinstance(root, str):
-            raise UserError(f"'{file}': {key} and path must be paths, not {short(entry)}")
-        if len(root) + len(entry) > MAX_PATH:
-            raise UserError(f"'{file}': {key} is too long for a path: {short(entry)}")
-        exact = os.path.normpath(os.path.join(folder, root, entry))
-        is_pattern = any(mark in entry for mark in "*?[")
-        if is_pattern:
-            matches = glob.glob(exact)
-            places += sorted(filter(_is_place, matches))
-            images = [path for path in matches if os.path.isfile(path) and is_image(path)]
-            places += sorted({os.path.dirname(path) for path in images})
-            if places:
-                continue
-        if _is_place(exact):
-            places.append(exact)
-            continue
-        place = _find_elsewhere(file, root, entry)
-        if place:
-            places.append(place)
-            notes.append(f"'{file}': '{place}' is used for the path '{entry}' of {key}")
-        elif key == "train":
-            raise UserError(
-                f"'{file}': {key} is '{entry}', but there is no such folder or list of images "
-                f"(.txt) in '{os.path.join(folder, root)}'"
-            )
-        else:
-            notes.append(f"'{file}': there is no '{entry}', so the part {key} is missing")
-    return places
-
-
-def _is_place(path: str) -> bool:
-    """Returns whether a path is a folder, or a text file that may list images."""
-    return os.path.isdir(path) or (path.lower().endswith(".txt") and os.path.isfile(path))
-
-
-def _find_elsewhere(file: str, root: str, entry: str) -> str | None:
-    """Returns the longest ending of a manifest's path that exists near the manifest, or None.
-
-    Args:
-        file: path of the manifest.
-        root: the field "path" of the manifest, or "".
-        entry: path of a folder or a list of images in the manifest.
-    """
-    near, *above = _list_folders(file)
-    path = f"{root}/{entry}"
-    # In the folders above, a single name such as "images" may belong to another data set.
-    place = find_ending(path, [near]) or find_ending(path, above, min_names=2)
-    if not place or not _is_place(place):
-        return None
-    return place
 
 
 class _Lists(NamedTuple):
@@ -391,9 +115,9 @@ def _open_manifest(tree: FileTree, file: str) -> _Lists:
     notes = list(manifest.notes)
     names_files = [path for path in tree.other_files if _has_names(path)]
     if file.endswith(".data"):
-        files += [path for path in names_files if _read_names_file(path) == manifest.names]
+        files += [path for path in names_files if read_names_file(path) == manifest.names]
     for path in names_files:
-        if _read_names_file(path) != manifest.names:
+        if read_names_file(path) != manifest.names:
             notes.append(f"the class names are those of '{file}', and not of '{path}'")
             break
     return _Lists(label_files, manifest.names, files, notes, manifest.has_keypoints)
@@ -534,24 +258,6 @@ def _has_names(path: str) -> bool:
     return os.path.basename(path).lower() in _NAMES_FILES
 
 
-def _read_names_file(path: str) -> list[str]:
-    """Returns the class names in a file, one per line.
-
-    Raises:
-        UserError: the file cannot be read, or has a blank line before its last name.
-    """
-    try:
-        lines = [line.strip() for line in read_text(path).content.split("\n")]
-    except UnreadableFileError as error:
-        raise UserError(f"'{path}': {error}") from error
-    while lines and not lines[-1]:
-        lines.pop()
-    if "" in lines:
-        number = lines.index("")
-        raise UserError(f"'{path}', line {number + 1}: the name of class {number} is missing")
-    return lines
-
-
 def _find_names(tree: FileTree, labels: LabelSet) -> tuple[list[str], list[str], list[str]]:
     """Finds the class names of a data set without a manifest.
 
@@ -568,7 +274,7 @@ def _find_names(tree: FileTree, labels: LabelSet) -> tuple[list[str], list[str],
             continue
         if not is_below(path, base) and not is_below(base, os.path.dirname(path)):
             continue
-        names = _read_names_file(path)
+        names = read_names_file(path)
         if names:
             names_of[path] = names
     if not names_of:
@@ -682,8 +388,8 @@ YOLO = Format(
         LabelKind(name="yolo", suffixes=(".txt",), matches=lines_like(_OBJECT), has_one_image=True),
         LabelKind(
             name=_MANIFEST,
-            suffixes=_MANIFEST_SUFFIXES,
-            matches=_is_manifest,
+            suffixes=MANIFEST_SUFFIXES,
+            matches=is_manifest,
             names_others=True,
         ),
     ),
