@@ -2,7 +2,7 @@
 """The account of a data set: how much of it is used, and what is left out for which reason.
 
 Each image file, each label file and each box in a data set's folder is counted once, as used or as
-left out. ``annotations.py`` counts the images and boxes that the readers of label files return, and
+left out. ``building.py`` counts the images and boxes that the readers of label files return, and
 ``other_files.py`` counts all other files.
 """
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from qbheat_det.core.errors import UserError, refuse_unreadable
 
 from .account import Account
-from .annotations import Annotations, build_annotations
+from .annotations import Annotations
+from .building import build_annotations
 from .file_tree import FileTree
 from .formats import Labels
 from .joining import join_annotations
