@@ -17,7 +17,7 @@ from .loading import (
 )
 from .missing_keys import configurable, reads_our_keys
 from .pixels import Pixels, warn_of_other_pixels
-from .unread import find_unread, warn_of_unread
+from .unread import describe_unread, find_unread, warn_of_unread
 
 __all__ = [
     "NETWORK_KEYS",
@@ -27,6 +27,7 @@ __all__ = [
     "at_least",
     "check_values",
     "configurable",
+    "describe_unread",
     "dump_config",
     "find_memory_format",
     "find_unread",

@@ -19,7 +19,7 @@ from typing import Any
 from detectron2.config import CfgNode
 
 from qbheat_det.checkpoint import LAST_WEIGHTS
-from qbheat_det.config import warn_of_unread, with_values
+from qbheat_det.config import describe_unread, with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.tasks import find_task
 
@@ -139,9 +139,16 @@ def assemble_run(flags: RunFlags, *, replaces_run: bool = False) -> list[Stage]:
             f"--size {flags.size} is made for a GPU, and its steps take long on this CPU: "
             "--dry-run forecasts the time"
         )
-    cfgs = [stage.cfg for stage in stages]
-    check_records(cfgs, data, eval_only=False)
-    warn_of_unread(cfgs, overrides)
+    typed = flags.opts[::2]
+    unread = describe_unread(
+        [
+            (stage.cfg, [key for key in draft.overrides if key in typed])
+            for stage, draft in zip(stages, drafts, strict=True)
+        ]
+    )
+    if unread:
+        stages[0] = stages[0].with_title(unread)
+    check_records([stage.cfg for stage in stages], data, eval_only=False)
     return stages
 
 
@@ -172,5 +179,6 @@ def assemble_evaluation(flags: RunFlags) -> Stage:
     data = prepare_data(flags, open_sources(flags), [draft])
     cfg = complete_config(draft, data, eval_only=True)
     check_records([cfg], data, eval_only=True)
-    warn_of_unread([cfg], overrides)
-    return Stage(cfg, data, start.resume)
+    # Evaluation reads no key of SOLVER, which may be in a list of overrides for the training too.
+    of_model = [key for key in map(str, flags.opts[::2]) if key.startswith("MODEL.")]
+    return Stage(cfg, data, start.resume, title=describe_unread([(cfg, of_model)]))

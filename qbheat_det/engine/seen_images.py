@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Validation images that the model has been trained on, in this run or an earlier one."""
+"""The images that a model has seen: warns if validation images are among the training images."""
 
 import logging
 from collections.abc import Mapping

@@ -140,7 +140,8 @@ def open_weights(
         from .predict import TrainedWeights
 
         cfg = load_run_config(weights, config_file, device=device, opts=overrides)
-        warn_of_unread([cfg], opts[::2])
+        if is_main_process():
+            warn_of_unread([cfg], opts[::2])
         return TrainedWeights(cfg)
     if fast or config_file or opts:
         raise UserError(

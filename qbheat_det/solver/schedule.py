@@ -157,14 +157,17 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
     iterations_per_epoch = num_images / solver.IMS_PER_BATCH
 
     def spell(iterations: int) -> str:
-        return f"{iterations:,} iterations ({iterations / iterations_per_epoch:,.3g} epochs)"
+        epochs = iterations / iterations_per_epoch
+        form = ",.0f" if epochs >= 100 else ".3g"
+        return f"{iterations:,} iterations ({epochs:{form}} epochs)"
 
     evaluations = "at the end"
     if period:
         evaluations = f"every {spell(period)} and at the end"
     lines = [
-        f"Schedule: {spell(solver.MAX_ITER)} of {solver.IMS_PER_BATCH:,} images. Evaluation "
-        f"{evaluations}, checkpoints every {spell(solver.CHECKPOINT_PERIOD)}",
+        f"Schedule: {spell(solver.MAX_ITER)}, with {solver.IMS_PER_BATCH:,} images an iteration "
+        f"and {num_images:,} images an epoch",
+        f"Checkpoints every {spell(solver.CHECKPOINT_PERIOD)}, evaluation {evaluations}",
         f"Learning rate: {', '.join(_describe_rate(cfg, resolved, spell))}",
     ]
     if 2 * solver.WARMUP_ITERS > solver.MAX_ITER:

@@ -12,7 +12,14 @@ from qbheat_det.api import training
 from qbheat_det.checkpoint import find_weights, join_detectors
 from qbheat_det.config import get_config_path, get_value, load_config, with_values
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine import RunFlags, Stage, Trainer, assemble_run, read_config
+from qbheat_det.engine import (
+    RunFlags,
+    Stage,
+    Trainer,
+    assemble_evaluation,
+    assemble_run,
+    read_config,
+)
 from qbheat_det.engine.run_config import read_first_stage
 from qbheat_det.engine.time_limit import TimeLimit
 from qbheat_det.tasks import DETECTION
@@ -160,13 +167,17 @@ def test_the_first_stage_shares_data_device_and_model(first, data):
     assert last.cfg.SOLVER.MAX_ITER == 3
 
 
-def test_overrides_that_neither_stage_reads_are_named(first, data, tmp_path, caplog):
+def test_overrides_that_neither_stage_reads_are_named_in_the_log(first, data, tmp_path):
     opts = {**SHARED, **OPTS, "SOLVER.FIRST_STAGE": str(first)}
     opts["MODEL.MF_DETR.NUM_OBJECT_QUERIES"] = "7"
     flags = RunFlags(config_file=get_config_path(CONFIG), data=data, val=data, opts=words_of(opts))
-    assemble_run(replace(flags, output=str(tmp_path / "run")))
-    (line,) = (one for one in caplog.messages if "without effect" in one)
-    assert line.endswith("SyncRetinaNet: MODEL.MF_DETR.NUM_OBJECT_QUERIES")
+    line = "Overrides without effect on SyncRetinaNet: MODEL.MF_DETR.NUM_OBJECT_QUERIES"
+    for stages in (
+        assemble_run(replace(flags, output=str(tmp_path / "run"))),
+        [assemble_evaluation(replace(flags, eval_only=True, output=str(tmp_path / "test")))],
+    ):
+        assert line in stages[0].title.splitlines()
+        assert all(line not in stage.title for stage in stages[1:])
 
 
 @pytest.mark.parametrize(

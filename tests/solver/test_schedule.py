@@ -141,7 +141,12 @@ def test_the_log_of_a_run_names_iterations_rates_and_a_warm_up_that_is_cut_short
         WARMUP_ITERS=750,
     )  # fmt: skip
     text = describe_schedule(cfg, resolve_schedule(cfg, num_images=1000), 1000)
-    for number in ("1,500 iterations (12 epochs)", "rate: 0.005 (0.01 for 16 images", "1,375"):
+    for number in (
+        "1,500 iterations (12 epochs)",
+        "8 images an iteration",
+        "rate: 0.005 (0.01 for 16 images",
+        "1,375",
+    ):
         assert number in text
     assert "TOKEN_MULTIPLIER" not in text
     assert "Note" not in text

@@ -16,7 +16,7 @@ from .formats.yolo_manifest import find_data_folder
 from .image_folder import account_for_folders, check_image_folder
 from .layout import holds_labels
 from .other_files import account_for_classes
-from .reading import DataSet, list_files, read_data_set
+from .reading import ReadParts, read_data_set, walk_files
 from .recognition import Recognized, choose_parts, recognize
 from .source import CLASSES, IMAGES, DataSource, Source
 from .zip_files import unpack
@@ -91,7 +91,7 @@ def open_images(paths: Sequence[str]) -> DataSource:
     return DataSource(source, account=account_for_folders(folders))
 
 
-def _find_image_root(file: str, given: str, likely: str) -> tuple[str, DataSet]:
+def _find_image_root(file: str, given: str, likely: str) -> tuple[str, ReadParts]:
     """Finds the folder of the images of a label file. Returns it and the data set that was read.
 
     The candidates are ``given`` alone, or else ``likely``, the folder that a ``data.yaml`` names,
@@ -141,7 +141,7 @@ def _find_image_root(file: str, given: str, likely: str) -> tuple[str, DataSet]:
     raise UserError(message)
 
 
-def _is_complete(data_set: DataSet, recognized: Recognized) -> bool:
+def _is_complete(data_set: ReadParts, recognized: Recognized) -> bool:
     """Returns whether all images and parts that the labels name were found, with label files."""
     roles = choose_parts(recognized.labels.parts) if recognized.labels else {}
     has_problem = any(part.problem for part in data_set.parts.values())
@@ -151,4 +151,4 @@ def _is_complete(data_set: DataSet, recognized: Recognized) -> bool:
 
 def _recognize(path: str, image_root: str) -> Recognized:
     with refuse_unreadable(path):
-        return recognize(list_files(path, image_root))
+        return recognize(walk_files(path, image_root))

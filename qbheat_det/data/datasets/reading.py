@@ -22,8 +22,8 @@ from .source import Source
 
 
 @dataclass(frozen=True)
-class DataSet:
-    """All parts of a data set with boxes, and their account."""
+class ReadParts:
+    """All parts of a data set with boxes, as they were read, and their account."""
 
     parts: dict[str, Annotations]
     account: Account
@@ -57,7 +57,7 @@ def _paused_collection() -> Iterator[None]:
 
 
 @_paused_collection()
-def read_data_set(path: str, image_root: str, format: str, classes: tuple[str, ...]) -> DataSet:
+def read_data_set(path: str, image_root: str, format: str, classes: tuple[str, ...]) -> ReadParts:
     """Reads all parts of a data set, and accounts for all files below its folder.
 
     Args:
@@ -73,9 +73,9 @@ def read_data_set(path: str, image_root: str, format: str, classes: tuple[str, .
         return _read_parts(path, image_root, format, classes)
 
 
-def _read_parts(path: str, image_root: str, format: str, classes: tuple[str, ...]) -> DataSet:
+def _read_parts(path: str, image_root: str, format: str, classes: tuple[str, ...]) -> ReadParts:
     """Does the work of ``read_data_set``, whose arguments it takes. Raises errors of any type."""
-    tree = list_files(path, image_root)
+    tree = walk_files(path, image_root)
     recognized = recognize(tree)
     if format and (recognized.format is None or recognized.format.name != format):
         recognized = recognize(tree, format)
@@ -114,7 +114,7 @@ def _read_parts(path: str, image_root: str, format: str, classes: tuple[str, ...
     account_for_other_files(recognized, path, mentioned | label_files, used_parts, account)
     for part in parts.values():
         account.notes += [note for note in part.note_classes() if note not in account.notes]
-    return DataSet(parts, account)
+    return ReadParts(parts, account)
 
 
 def _set_categories(labels_of_parts: Collection[Labels], class_names: Sequence[str]) -> None:
@@ -134,7 +134,7 @@ def _set_categories(labels_of_parts: Collection[Labels], class_names: Sequence[s
         labels.categories = [{"id": id_, "name": name} for id_, name in enumerate(class_names)]
 
 
-def list_files(path: str, image_root: str) -> FileTree:
+def walk_files(path: str, image_root: str) -> FileTree:
     """Returns the files of a data set's folder or label file, and of the folder of its images."""
     if not os.path.isdir(path):
         return FileTree(image_root or os.path.dirname(path), label_file=path, kinds=KINDS)
