@@ -83,7 +83,7 @@ def describe_unread(stages: Sequence[tuple[CfgNode, Collection[str]]]) -> str:
 def warn_of_unread(cfgs: Sequence[CfgNode], keys: Sequence[str]) -> None:
     """Warns of those of the dotted ``keys`` of ``MODEL`` that no model reads.
 
-    Commands without training call it, as they read nothing of ``SOLVER``.
+    For commands without training, which read no key of ``SOLVER``.
     """
     of_model = [key for key in keys if key.startswith("MODEL.")]
     text = describe_unread([(cfg, of_model) for cfg in cfgs])
